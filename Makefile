@@ -100,6 +100,7 @@ check: $(INSTALLED) ## formatting, linting, types, import contracts, spelling
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
+	$(BIN)/python -m tests.structure
 	$(BIN)/codespell README.md docs src tests examples benchmarks
 	$(BIN)/python -m pytest -q tests/unit/test_api.py tests/docs/test_prose.py tests/contract/test_tests_can_be_found.py
 

@@ -12,8 +12,7 @@ from typing import Any, cast
 
 from phalanx._src.parameter_server.processes.calls import Calls, Sign
 from phalanx._src.parameter_server.processes.ray import load_ray
-from phalanx._src.parameter_server.remote.plans import Report as StepReport
-from phalanx._src.parameter_server.remote.plans import StepCall
+from phalanx._src.parameter_server.remote.plans import StepCall, StepReport
 from phalanx._src.parameter_server.scheduling.scheduler import Scheduler
 
 

@@ -13,7 +13,7 @@ from benchmarks import timing
 from benchmarks.models import COMPARED_STEPS, LEARNING_RATE, MLP, sizes
 from phalanx._src.parameter_server.processes.ray import load_ray
 from phalanx._src.parameter_server.remote.plans import Push, Pusher
-from phalanx._src.parameter_server.remote.shared_memory import Line
+from phalanx._src.parameter_server.remote.shared_memory import SharedMemoryConnection
 
 _coordinators: list[phalanx.coordinator.ClusterCoordinator] = []
 _measures: dict[str, Callable[[int], float]] = {}
@@ -69,7 +69,7 @@ def prepare_transport(name: str, size_bytes: int) -> None:
     numbers = itertools.count()
 
     coordinator.strategy.homes.servers.tell("enter", [_ME])
-    line = Line(_ME)
+    line = SharedMemoryConnection(_ME)
     assert ray.get(server.near.remote(_ME, line.greeting()))
 
     def pull() -> Any:

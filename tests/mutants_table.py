@@ -91,18 +91,18 @@ FAULTS = [
     ),
     # cluster and cluster_resolver
     Fault(
-        "the secret of a guest is not compared",
-        "door:Door._hear",
-        'if not self._secret.proves(message.get("proof"), "guest", *nonces, text):',
+        "the proof of a client is not checked",
+        "listener:Listener._hear",
+        'if not self._secret.proves(message.get("proof"), "client", *nonces, text):',
         'if not message.get("proof"):',
-        "unit/cluster/connections/test_door.py",
+        "unit/cluster/connections/test_listener.py",
     ),
     Fault(
-        "the secret of a host is not compared",
-        "door:knock",
-        'if secret.proves(answer.get("proof"), "host", nonce, own):',
+        "the proof of a server is not checked",
+        "listener:handshake",
+        'if secret.proves(answer.get("proof"), "server", nonce, own):',
         'if answer.get("proof"):',
-        "unit/cluster/connections/test_door.py unit/cluster/connections/test_rollcall.py",
+        "unit/cluster/connections/test_listener.py unit/cluster/connections/test_rollcall.py",
     ),
     Fault(
         "the group may read the secret",
@@ -270,7 +270,7 @@ FAULTS = [
     ),
     Fault(
         "all scheduled steps draw the same numbers",
-        "steps:Steps.seeds",
+        "steps:StepCache.seeds",
         "state[:1] + _SEED_STRIDE",
         "state[:1]",
         "cluster/parameter_server/test_server_variables.py",
@@ -425,7 +425,7 @@ FAULTS = [
     # keras
     Fault(
         "the seed of NumPy is not restored",
-        "backup:Progress.set_state",
+        "backup:FitProgress.set_state",
         'np.random.set_state(state["random"])  # noqa: NPY002',
         "pass",
         "unit/keras/test_backup.py contract/test_interrupted_fit.py",
@@ -555,7 +555,7 @@ FAULTS = [
     ),
     Fault(
         "a server of another machine reads the memory of this one",
-        "shared_memory:Line.understands",
+        "shared_memory:SharedMemoryConnection.understands",
         "greeting is None or greeting[0] != _machine()",
         "greeting is None",
         "unit/parameter_server/remote/test_shared_memory.py",
@@ -680,7 +680,7 @@ FAULTS = [
     # train
     Fault(
         "a damaged checkpoint is read",
-        "store:Stored.array",
+        "store:CheckpointFile.array",
         'if _sum(array) != self.notes["sums"][name]:',
         'if name not in self.notes["sums"]:',
         "unit/checkpoint/test_store.py unit/checkpoint/test_reader.py",

@@ -680,7 +680,7 @@ def test_group_of_several_machines(tmp_path):
 
 IMPATIENT = (
     "-c",
-    "from phalanx._src.cluster import door; door.ANSWER_S, door._PROBE_S = 8, 1; from phalanx.__main__ import main; main()",
+    "from phalanx._src.cluster import door; listener.ANSWER_S, listener._PROBE_S = 8, 1; from phalanx.__main__ import main; main()",
 )
 
 

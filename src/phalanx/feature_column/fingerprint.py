@@ -94,7 +94,7 @@ def _up_to_64(data: NDArray[np.uint8]) -> Words:
     return _hashed(_rotated(e + f, 43) + _rotated(g, 30) + h, e + _rotated(f + a, 18) + g, factor)
 
 
-class _State(NamedTuple):
+class _HashState(NamedTuple):
     """What the blocks of a long string are mixed into."""
 
     x: Words
@@ -109,7 +109,7 @@ def _longer(data: NDArray[np.uint8]) -> Words:
     zero = np.zeros(len(data), np.uint64)
     y = zero + (_SEED * _K1 + 113) % 2**64
     x = _word(data, 0) + (_SEED * _K2) % 2**64
-    state = _State(x, y, _mixed(y * _K2 + 113) * _K2, (zero, zero), (zero, zero))
+    state = _HashState(x, y, _mixed(y * _K2 + 113) * _K2, (zero, zero), (zero, zero))
     for start in range(0, (end - 1) // _BLOCK * _BLOCK, _BLOCK):
         state = _with_block(state, data[:, start : start + _BLOCK], _K1, 1)
     factor = _K1 + ((state.z & 0xFF) << 1)
@@ -121,7 +121,7 @@ def _longer(data: NDArray[np.uint8]) -> Words:
     return _hashed(first, _hashed(v[1], w[1], factor) + x, factor)
 
 
-def _with_block(state: _State, block: NDArray[np.uint8], factor: Any, weight: int) -> _State:
+def _with_block(state: _HashState, block: NDArray[np.uint8], factor: Any, weight: int) -> _HashState:
     """Returns the state after 64 bytes. The last block has factors of its own."""
     x, y, z, v, w = state
     x = _rotated(x + y + v[0] + _word(block, 8), 37) * factor
@@ -131,7 +131,7 @@ def _with_block(state: _State, block: NDArray[np.uint8], factor: Any, weight: in
     z = _rotated(z + w[0], 33) * factor
     v = _weak(block, 0, v[1] * factor, x + w[0])
     w = _weak(block, 32, z + w[1], y + _word(block, 16))
-    return _State(z, y, x, v, w)
+    return _HashState(z, y, x, v, w)
 
 
 def _weak(block: NDArray[np.uint8], start: int, a: Words, b: Words) -> tuple[Words, Words]:

@@ -39,7 +39,7 @@ class Data(Protocol):
 
 
 @final
-class Progress:
+class FitProgress:
     """How far a call of `fit` has come. Saved and restored as a part of a checkpoint.
 
     Args:
@@ -162,7 +162,7 @@ class BackupAndRestore(BatchCounter):
         self._dir, self._freq = arguments.path("backup_dir", backup_dir), save_freq
         self._every_s = arguments.seconds("save_every_s", save_every_s)
         self._deletes = arguments.flag("delete_checkpoint", delete_checkpoint)
-        self.progress: Progress | None = None
+        self.progress: FitProgress | None = None
         self._manager: CheckpointManager | None = None
         self._handler: PreemptionCheckpointHandler | None = None
         self._due = 0
@@ -235,7 +235,7 @@ class BackupAndRestore(BatchCounter):
 
 
 @contextmanager
-def informed(callbacks: Sequence[keras.callbacks.Callback], progress: Progress) -> Iterator[None]:
+def informed(callbacks: Sequence[keras.callbacks.Callback], progress: FitProgress) -> Iterator[None]:
     """Returns a context in which the backups among some callbacks know the progress of `fit`."""
     backups = [c for c in callbacks if isinstance(c, BackupAndRestore)]
     for backup in backups:

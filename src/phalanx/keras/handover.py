@@ -14,7 +14,7 @@ from phalanx._src.checkpoint import text
 from phalanx._src.elastic.training import Training
 from phalanx._src.input.wire import exchange_bytes
 from phalanx._src.mesh.topology import Topology
-from phalanx.keras.backup import Progress
+from phalanx.keras.backup import FitProgress
 from phalanx.keras.data import EpochData
 
 _OF_PROCESS = ("_model", "append", "append_header", "model", "params")
@@ -40,7 +40,7 @@ class Run:
     validation: EpochData | None
     hooks: CallbackList
     given: Sequence[Callback]
-    progress: Progress
+    progress: FitProgress
     epochs: int
     validation_freq: int | Collection[int]
     training: Training | None

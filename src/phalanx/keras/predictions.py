@@ -10,7 +10,7 @@ from phalanx._src.mesh.values import differs, is_distributed
 from phalanx.typing import PyTree
 
 
-class _Rows(NamedTuple):
+class _ReplicaRows(NamedTuple):
     """The outputs of all replicas.
 
     Args:
@@ -23,28 +23,28 @@ class _Rows(NamedTuple):
 
 
 def apart(outputs: PyTree) -> PyTree:
-    """Replaces per-replica outputs by plain arrays (`_Rows`), so that they can be replicated on all processes."""
+    """Replaces per-replica outputs by plain arrays (`_ReplicaRows`), so that they can be replicated on all processes."""
     return jax.tree.map(_apart_of, outputs, is_leaf=is_distributed)
 
 
 def _apart_of(output: PyTree) -> PyTree:
     if not differs(output):
         return output
-    return _Rows(output.data, None if output.rows is None else output.rows.mask)
+    return _ReplicaRows(output.data, None if output.rows is None else output.rows.mask)
 
 
 def rows(outputs: PyTree, steps: int | None) -> PyTree:
     """Returns the real rows of predictions as NumPy arrays, in the order of the data.
 
     Args:
-      outputs: pytree of `_Rows`.
+      outputs: pytree of `_ReplicaRows`.
       steps: number of stacked steps. None for a single step.
     """
-    return jax.tree.map(lambda x: _rows_of(x, steps), outputs, is_leaf=lambda x: isinstance(x, _Rows))
+    return jax.tree.map(lambda x: _rows_of(x, steps), outputs, is_leaf=lambda x: isinstance(x, _ReplicaRows))
 
 
 def _rows_of(output: PyTree, steps: int | None) -> np.ndarray:
-    if not isinstance(output, _Rows):
+    if not isinstance(output, _ReplicaRows):
         return np.asarray(output)
     data, mask = np.asarray(output.data), None if output.mask is None else np.asarray(output.mask)
     if steps is not None:

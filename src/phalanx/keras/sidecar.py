@@ -14,7 +14,7 @@ import keras
 
 from phalanx._src import compat
 from phalanx._src.checkpoint.restoration import Restoration
-from phalanx._src.checkpoint.store import SUFFIX, Stored
+from phalanx._src.checkpoint.store import SUFFIX, CheckpointFile
 from phalanx._src.cluster.processes import training
 from phalanx.errors import CheckpointError, InputError, InvalidArgumentError, arguments
 from phalanx.keras.callbacks import Callbacks
@@ -190,7 +190,7 @@ def _restore(model: keras.Model, path: Path) -> int:
     Raises:
       CheckpointError: the checkpoint does not contain such a model.
     """
-    stored = Stored(path)
+    stored = CheckpointFile(path)
     if not any(name.startswith("model/") for name in stored.names):
         found = ", ".join(sorted({name.partition("/")[0] for name in stored.names})) or "nothing"
         raise CheckpointError(
@@ -206,7 +206,7 @@ def _restore(model: keras.Model, path: Path) -> int:
     return step
 
 
-def _steps_of(stored: Stored) -> int:
+def _steps_of(stored: CheckpointFile) -> int:
     """Returns the number of steps of the optimizer in a checkpoint, or 0 if the checkpoint contains none."""
     aliases = stored.notes["aliases"]
     outer = [aliases.get(path, path) for path in ("model/optimizer", "optimizer")]

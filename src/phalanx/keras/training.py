@@ -28,7 +28,7 @@ from phalanx._src.tracing import context
 from phalanx._src.tracing.policy import policy_of
 from phalanx.errors import ContextError, InvalidArgumentError, MissingDependencyError, PeerLostError, warn_of_slip
 from phalanx.keras import predictions, steps
-from phalanx.keras.backup import BackupAndRestore, Progress, informed
+from phalanx.keras.backup import BackupAndRestore, FitProgress, informed
 from phalanx.keras.callbacks import Callbacks
 from phalanx.keras.data import EpochData, steps_in
 from phalanx.keras.handover import Run
@@ -108,7 +108,7 @@ class ModelTrainer:
                     validation_data, validation_batch_size or batch_size, validation_steps
                 )
             self._build(data, "train")
-            progress = Progress(data, validation, self._topology, self._settle)
+            progress = FitProgress(data, validation, self._topology, self._settle)
             self._training = training = training_of(self._strategy, progress)
             if training is not None and training.is_over:
                 model.history = keras.callbacks.History()

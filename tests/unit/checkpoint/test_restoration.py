@@ -146,7 +146,7 @@ def test_shared_variable_is_saved_once(tmp_path):
     checkpoint = Checkpoint(a=table, b={"again": table})
     path = checkpoint.write(tmp_path / "c")
     checkpoint.sync()
-    assert phalanx._src.checkpoint.store.Stored(path).names == {"a/embeddings"}
+    assert phalanx._src.checkpoint.store.CheckpointFile(path).names == {"a/embeddings"}
     for names in (("a", "b"), ("b", "a")):
         fresh = layers.Embedding(3, 2)
         fresh.build()

@@ -36,7 +36,7 @@ def test_every_dtype_comes_back(tmp_path, dtype):
     arrays = {"a": np.arange(6).reshape(2, 3).astype(dtype), "s": np.ones((), dtype), "e": np.zeros((0, 2), dtype)}
     file = store.file_of(tmp_path / "c")
     store.write(file, arrays, {"own": [1, None]})
-    stored = store.Stored(tmp_path / "c")
+    stored = store.CheckpointFile(tmp_path / "c")
     assert stored.notes["own"] == [1, None]
     assert dict(stored.items()).keys() == arrays.keys() == stored.names
     for name, array in arrays.items():
@@ -66,10 +66,10 @@ def test_missing_file_names_what_is_there(tmp_path):
     with pytest.raises(
         CheckpointError, match=r"c-2.safetensors: there is no such file.\nHINT: .* contains no checkpoint"
     ):
-        store.Stored(tmp_path / "c-2")
+        store.CheckpointFile(tmp_path / "c-2")
     store.write(tmp_path / "c-1.safetensors", {}, {})
     with pytest.raises(CheckpointError, match=r"HINT: one of .*c-1$"):
-        store.Stored(tmp_path / "c-2")
+        store.CheckpointFile(tmp_path / "c-2")
 
 
 @pytest.mark.parametrize("length", [0, 5, 100, -1])
@@ -80,7 +80,7 @@ def test_truncated_file_is_refused(tmp_path, length):
     with pytest.raises(
         CheckpointError, match=r"is incomplete, or not a checkpoint .*\nHINT: delete it, to begin again"
     ):
-        store.Stored(file)
+        store.CheckpointFile(file)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
@@ -91,7 +91,7 @@ def test_damaged_array_is_refused(tmp_path, dtype):
     content = bytearray(file.read_bytes())
     content[-2] ^= 0x40
     file.write_bytes(content)
-    stored = store.Stored(file)
+    stored = store.CheckpointFile(file)
     np.testing.assert_array_equal(stored.array("sound"), np.ones(3))
     with pytest.raises(
         CheckpointError, match=r"is damaged: damaged is not what was saved.\nHINT: delete it, .*; and check the disk"
@@ -103,13 +103,13 @@ def test_files_that_are_refused(tmp_path):
     """Text, arrays that Phalanx did not write, and a folder, whose hint is the line to write."""
     (tmp_path / "text.safetensors").write_text("not a checkpoint, but a long text")
     with pytest.raises(CheckpointError, match="incomplete, or not a checkpoint"):
-        store.Stored(tmp_path / "text")
+        store.CheckpointFile(tmp_path / "text")
     safetensors.numpy.save_file({"a": np.zeros(2)}, tmp_path / "other.safetensors")
     with pytest.raises(CheckpointError, match=r"not written by Phalanx .*\nHINT: safetensors.numpy.load_file"):
-        store.Stored(tmp_path / "other")
+        store.CheckpointFile(tmp_path / "other")
     store.write(store.file_of(tmp_path / "folder" / "ckpt-1"), {}, {"values": {}})
     with pytest.raises(CheckpointError, match=r"HINT: it is a folder: phalanx.train.latest_checkpoint\('.*folder'\)"):
-        store.Stored(tmp_path / "folder")
+        store.CheckpointFile(tmp_path / "folder")
 
 
 def test_existing_file_is_not_replaced(tmp_path):
@@ -117,7 +117,7 @@ def test_existing_file_is_not_replaced(tmp_path):
     store.write(tmp_path / "c.safetensors", {"a": np.ones(1)}, {})
     with pytest.raises(CheckpointError, match="the file exists already"):
         store.write(tmp_path / "c.safetensors", {"a": np.zeros(1)}, {})
-    assert store.Stored(tmp_path / "c").array("a") == 1
+    assert store.CheckpointFile(tmp_path / "c").array("a") == 1
 
 
 def test_folder_that_cannot_be_written_is_refused(tmp_path):
@@ -146,4 +146,4 @@ def test_full_disk_leaves_the_older_checkpoint(small_disk):
     ):
         store.write(small_disk / "c-2.safetensors", {"a": np.zeros(1_000_000)}, {})
     assert [f.name for f in small_disk.iterdir()] == ["c-1.safetensors"]
-    assert store.Stored(small_disk / "c-1").array("a").sum() == 1000
+    assert store.CheckpointFile(small_disk / "c-1").array("a").sum() == 1000

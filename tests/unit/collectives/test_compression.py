@@ -9,7 +9,7 @@ import pytest
 import phalanx
 from phalanx._src.collectives.codes import Int8, Rounded, coded_sum
 from phalanx._src.collectives.compression import LargestSum, LowRankSum, compression_of
-from phalanx._src.tools.estimate.hlo import Program
+from phalanx._src.tools.estimate.hlo import HloProgram
 from phalanx.errors import InvalidArgumentError
 from phalanx.experimental import CommunicationOptions, PowerSGD, TopK
 
@@ -254,7 +254,7 @@ def mlp_step(strategy):
     step, _ = step_of(strategy, model)
     rows = (np.zeros((64, 784), "float32"), np.zeros(64, "int64"))
     batch = next(iter(strategy.experimental_distribute_dataset(rows, batch_size=64)))
-    return Program(step.lower(batch).compile().as_text()), model
+    return HloProgram(step.lower(batch).compile().as_text()), model
 
 
 def sent_bytes(program):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import phalanx
-from phalanx._src.tools.estimate.hlo import Program
+from phalanx._src.tools.estimate.hlo import HloProgram
 from phalanx.errors import AggregationError, InvalidArgumentError, VariableError
 from phalanx.experimental import CommunicationOptions, DiLoCo, LocalSGD
 
@@ -375,7 +375,7 @@ def sent_bytes(local_updates):
         model.compile(keras.optimizers.SGD(momentum=MOMENTUM))
     rows = np.zeros((8, 256), "float32"), np.zeros((8, 10), "float32")
     (batch,) = strategy.experimental_distribute_dataset([rows])
-    program = Program(step_of(strategy, model).lower(batch).compile().as_text())
+    program = HloProgram(step_of(strategy, model).lower(batch).compile().as_text())
     # A ring sends an array of an all-reduce twice, and the arrays of the others once.
     return sum(c.num_bytes * (2 if c.kind == "all-reduce" else 1) for c in program.collectives)
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import phalanx
-from phalanx.keras.backup import Progress
+from phalanx.keras.backup import FitProgress
 from phalanx.keras.handover import Run
 
 
@@ -18,7 +18,7 @@ def run_of():
             model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
             model.compile("sgd", "mse")
         hooks = keras.callbacks.CallbackList(list(given), add_history=True, model=model)
-        progress = Progress(None, None, strategy.topology, lambda: None)
+        progress = FitProgress(None, None, strategy.topology, lambda: None)
         return Run(None, None, hooks, given, progress, 1, 1, None), strategy.topology
 
     return make

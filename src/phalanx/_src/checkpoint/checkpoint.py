@@ -18,7 +18,7 @@ from typing_extensions import override
 from phalanx._src.checkpoint import background
 from phalanx._src.checkpoint.objects import Snapshot
 from phalanx._src.checkpoint.restoration import Holder, Restoration, capture, with_nearest
-from phalanx._src.checkpoint.store import Stored, file_of, refuse_existing, write
+from phalanx._src.checkpoint.store import CheckpointFile, file_of, refuse_existing, write
 from phalanx._src.cluster.watch import membership
 from phalanx._src.compat import is_lifting
 from phalanx._src.input.wire import exchange_bytes
@@ -369,7 +369,7 @@ class Checkpoint(Holder):
                 refuse_existing(file)
 
         try:
-            with _Call(call):
+            with _ExclusiveCall(call):
                 _together(topology, call, path, prepare)
                 snapshot = Snapshot(topology)
                 capture(self, snapshot)
@@ -391,11 +391,11 @@ class Checkpoint(Holder):
             return CheckpointStatus(None, self)
         path = arguments.path("save_path", path)
         call = f"Checkpoint.{method}({path!r})"
-        with _Call(call):
+        with _ExclusiveCall(call):
             background.wait()
             if method == "restore":
                 _ = self.save_counter  # Created, so that it is restored.
-            stored = _together(_topology(), call, path, lambda: Stored(path))
+            stored = _together(_topology(), call, path, lambda: CheckpointFile(path))
             status = CheckpointStatus(Restoration(self, stored), self)
             self._path = path
             return status
@@ -432,7 +432,7 @@ def require_between_steps(call: str) -> None:
         )
 
 
-class _Call:
+class _ExclusiveCall:
     """Checks where a method is called, and that no other one runs."""
 
     def __init__(self, call: str) -> None:

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from phalanx._src import compat
 from phalanx._src.checkpoint import text
-from phalanx._src.checkpoint.store import Stored
+from phalanx._src.checkpoint.store import CheckpointFile
 from phalanx._src.compat import Variable
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.programs.slots import components_of
@@ -72,7 +72,7 @@ class Part(ABC):
         """
 
     @abstractmethod
-    def find(self, path: str, stored: Stored) -> set[str]:
+    def find(self, path: str, stored: CheckpointFile) -> set[str]:
         """Returns the names in a checkpoint that `restore` reads; empty if the checkpoint does not contain this part.
 
         Raises:
@@ -80,7 +80,7 @@ class Part(ABC):
         """
 
     @abstractmethod
-    def restore(self, path: str, stored: Stored) -> tuple[bool, Any]:
+    def restore(self, path: str, stored: CheckpointFile) -> tuple[bool, Any]:
         """Returns whether the value has been restored, and the object to use from now on. Called only if `find` found something."""
 
 
@@ -102,7 +102,7 @@ class VariablePart(Part):
         snapshot.put(path, variable.value if value is None else value)
 
     @override
-    def find(self, path: str, stored: Stored) -> set[str]:
+    def find(self, path: str, stored: CheckpointFile) -> set[str]:
         if path not in stored.names:
             return set()
         (shape, dtype), own = stored.spec(path), np.dtype(compat.dtype_of(self.variable))
@@ -115,7 +115,7 @@ class VariablePart(Part):
         return {path, path + REPLICAS} & stored.names
 
     @override
-    def restore(self, path: str, stored: Stored) -> tuple[bool, Any]:
+    def restore(self, path: str, stored: CheckpointFile) -> tuple[bool, Any]:
         value = stored.array(path).astype(compat.dtype_of(self.variable), copy=False)
         done = compat.set_first_value(self.variable, value)
         if done and path + REPLICAS in stored.names and policy_of(self.variable).on_read:
@@ -138,7 +138,7 @@ class ArrayPart(Part):
             snapshot.values[path] = encoded
 
     @override
-    def find(self, path: str, stored: Stored) -> set[str]:
+    def find(self, path: str, stored: CheckpointFile) -> set[str]:
         if path not in stored.names:
             return set()
         if path not in stored.notes["values"] and stored.spec(path)[0] != tuple(np.shape(self.array)):
@@ -148,7 +148,7 @@ class ArrayPart(Part):
         return {path, *({path} & set(stored.notes["values"]))}
 
     @override
-    def restore(self, path: str, stored: Stored) -> tuple[bool, Any]:
+    def restore(self, path: str, stored: CheckpointFile) -> tuple[bool, Any]:
         own, value = self.array, text.decode(stored.notes["values"].get(path), stored.array)
         value = stored.array(path) if value is None else value
         if isinstance(own, jax.Array):
@@ -174,11 +174,11 @@ class PlainPart(Part):
         snapshot.values[path] = text.encode(self.value)
 
     @override
-    def find(self, path: str, stored: Stored) -> set[str]:
+    def find(self, path: str, stored: CheckpointFile) -> set[str]:
         return {path} & set(stored.notes["values"])
 
     @override
-    def restore(self, path: str, stored: Stored) -> tuple[bool, Any]:
+    def restore(self, path: str, stored: CheckpointFile) -> tuple[bool, Any]:
         value = text.decode(stored.notes["values"][path], stored.array)
         if isinstance(self.value, list) and isinstance(value, list):
             self.value[:] = value
@@ -203,12 +203,12 @@ class StatePart(Part):
         snapshot.values[path] = text.encode(self._get(), lambda array: snapshot.put(f"{path}#{next(count)}", array))
 
     @override
-    def find(self, path: str, stored: Stored) -> set[str]:
+    def find(self, path: str, stored: CheckpointFile) -> set[str]:
         values = stored.notes["values"]
         return {path} | text.references(values[path]) if path in values else set()
 
     @override
-    def restore(self, path: str, stored: Stored) -> tuple[bool, Any]:
+    def restore(self, path: str, stored: CheckpointFile) -> tuple[bool, Any]:
         self._set(text.decode(stored.notes["values"][path], stored.array))
         return True, self.changes
 

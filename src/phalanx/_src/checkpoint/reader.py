@@ -9,7 +9,7 @@ import numpy as np
 from phalanx._src.checkpoint import text
 from phalanx._src.checkpoint.manager import latest_checkpoint
 from phalanx._src.checkpoint.restoration import with_nearest
-from phalanx._src.checkpoint.store import Stored
+from phalanx._src.checkpoint.store import CheckpointFile
 from phalanx.errors import CheckpointError, arguments, shown
 from phalanx.typing import PyTree
 
@@ -34,7 +34,7 @@ class CheckpointReader:
       3
     """
 
-    def __init__(self, stored: Stored) -> None:
+    def __init__(self, stored: CheckpointFile) -> None:
         self._stored = stored
 
     def get_variable_to_shape_map(self) -> dict[str, list[int]]:
@@ -96,7 +96,7 @@ def load_checkpoint(ckpt_dir_or_file: str | os.PathLike[str]) -> CheckpointReade
       {'epoch': 3}
     """
     path = arguments.path("ckpt_dir_or_file", ckpt_dir_or_file)
-    return CheckpointReader(Stored(latest_checkpoint(path) or path))
+    return CheckpointReader(CheckpointFile(latest_checkpoint(path) or path))
 
 
 def list_variables(ckpt_dir_or_file: str | os.PathLike[str]) -> list[tuple[str, list[int]]]:

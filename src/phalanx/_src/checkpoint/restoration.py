@@ -23,7 +23,7 @@ from phalanx._src.checkpoint.objects import (
     refuse_object,
     under,
 )
-from phalanx._src.checkpoint.store import Stored
+from phalanx._src.checkpoint.store import CheckpointFile
 from phalanx._src.compat import Variable
 from phalanx._src.programs.identity import IdentityMap
 from phalanx.errors import CheckpointMismatchError, InputError, PhalanxError
@@ -162,7 +162,7 @@ class Restoration:
       CheckpointMismatchError: a variable or array has another shape or dtype in the checkpoint. Nothing was restored.
     """
 
-    def __init__(self, objects: Holder, stored: Stored, without: object | None = None) -> None:
+    def __init__(self, objects: Holder, stored: CheckpointFile, without: object | None = None) -> None:
         self._objects, self.stored = weakref.ref(objects), stored
         self._without = None if without is None else weakref.ref(without)
         values: dict[str, Any] = stored.notes["values"]

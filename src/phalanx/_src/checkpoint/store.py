@@ -171,7 +171,7 @@ def _refuse_write(file: Path, error: Exception) -> CheckpointError:
     )
 
 
-class Stored:
+class CheckpointFile:
     """A checkpoint file that is open for reading. Arrays are read one at a time.
 
     Args:

@@ -20,7 +20,7 @@ _variables: IdentityMap[bool] = IdentityMap()
 """All Keras variables of this process."""
 
 
-class _Changes:
+class _UserChanges:
     """Counts new variables, and assignments outside programs. Code of the user that has made them is not called again."""
 
     def __init__(self) -> None:
@@ -36,7 +36,7 @@ class _Changes:
         self.count += 1
 
 
-_changes = _Changes()
+_changes = _UserChanges()
 compat.on_variable(_changes.create)
 compat.on_assign(_changes.assign)
 

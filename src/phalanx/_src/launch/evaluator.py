@@ -46,7 +46,7 @@ class Patience:
 
 
 @final
-class Evaluator:
+class EvaluatorProcess:
     """A context manager for the evaluator of a launch, if it has one. The evaluator outlives groups of workers that fail.
 
     Args:

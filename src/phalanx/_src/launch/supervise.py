@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from phalanx._src.launch.elastic.group import ElasticGroup
-from phalanx._src.launch.evaluator import Evaluator, Patience
+from phalanx._src.launch.evaluator import EvaluatorProcess, Patience
 from phalanx._src.launch.group import Group
 from phalanx._src.launch.kept import KeptProcesses
 from phalanx._src.launch.outcome import Outcome, in_words, report
@@ -56,7 +56,7 @@ def run_group(
     """
     with Signals() as signals:
         relay = Relay(signals, sink or Sink(1))
-        with Evaluator(relay, grace_s, patience or Patience(), say) as evaluator:
+        with EvaluatorProcess(relay, grace_s, patience or Patience(), say) as evaluator:
             with KeptProcesses(is_wanted=max_restarts > 0 and least_workers is None) as kept:
                 for restart in range(max_restarts + 1):
                     specs = kept.announce_to(evaluator.split_off(plan(restart)))

@@ -23,7 +23,7 @@ from phalanx.errors import warn_of_slip
 from phalanx.typing import PyTree
 
 
-class Listener(Protocol):
+class StepObserver(Protocol):
     """An object that hears of the moments of a step. Its methods are called while a program runs, in any thread."""
 
     def note_own_part(self, replica: int, rows: int) -> None:
@@ -33,7 +33,7 @@ class Listener(Protocol):
         """Notes that a step of a replica of this process has ended."""
 
 
-listeners: list[Listener] = []
+listeners: list[StepObserver] = []
 """Those that hear of all training steps of programs that are traced from now on."""
 
 
@@ -109,7 +109,7 @@ def _num_rows(sharded: Sequence[jax.Array]) -> int:
     return int(sharded[0].shape[0]) if sharded and sharded[0].ndim else 1
 
 
-def _told_of_own_part(heard: Sequence[Listener], rows: jax.Array, own: Sequence[jax.Array]) -> jax.Array:
+def _told_of_own_part(heard: Sequence[StepObserver], rows: jax.Array, own: Sequence[jax.Array]) -> jax.Array:
     """Tells of the end of a replica's own part, when `own` is known. Returns True, as an array that is known after that."""
 
     def note_own_part(replica: np.ndarray, rows: np.ndarray, *_: np.ndarray) -> np.bool:
@@ -123,7 +123,7 @@ def _told_of_own_part(heard: Sequence[Listener], rows: jax.Array, own: Sequence[
     return told
 
 
-def _tell_of_end(heard: Sequence[Listener], last: Sequence[jax.Array]) -> None:
+def _tell_of_end(heard: Sequence[StepObserver], last: Sequence[jax.Array]) -> None:
     """Tells of the end of the step, when `last` is known."""
 
     def note_end(replica: np.ndarray, *_: np.ndarray) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx._src.cluster.connections.door import listen
+from phalanx._src.cluster.connections.listener import listen
 from phalanx._src.cluster.resolvers.base import ClusterResolver
 from phalanx._src.cluster.resolvers.environment import resolver_of_environment
 from phalanx._src.cluster.resolvers.tf_config import TFConfigClusterResolver

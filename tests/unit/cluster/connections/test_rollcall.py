@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from phalanx._src.cluster.connections import rollcall
-from phalanx._src.cluster.connections.door import Door
+from phalanx._src.cluster.connections.listener import Listener
 from phalanx._src.cluster.connections.rollcall import call_roll
 from phalanx._src.cluster.connections.secret import Secret
 from phalanx._src.launch.plan import free_ports
@@ -74,15 +74,15 @@ def said(*processes):
 @pytest.fixture
 def came(monkeypatch):
     """Ranks that rank 0 has let in, and None for each that it has refused."""
-    came, guests = [], Door.guests
+    came, peers = [], Listener.accepted
 
-    def noted(door, timeout_s):
-        refused = door.refused
-        found = guests(door, timeout_s)
-        came.extend([guest.hello["rank"] for guest in found] + [None] * (door.refused - refused))
+    def noted(listener, timeout_s):
+        refused = listener.refused
+        found = peers(listener, timeout_s)
+        came.extend([peer.hello["rank"] for peer in found] + [None] * (listener.refused - refused))
         return found
 
-    monkeypatch.setattr(Door, "guests", noted)
+    monkeypatch.setattr(Listener, "accepted", noted)
     return came
 
 
@@ -248,7 +248,7 @@ def test_rank_with_another_secret(addresses, over):
     assert "HINT: set the same PHALANX_TOKEN for all processes of the cluster" in other
 
 
-def test_strangers_do_not_matter(addresses):
+def test_pending_do_not_matter(addresses):
     """While one is silent and others come with other secrets, all ranks meet."""
     chief = Process(addresses[:3], 0)
     first = Process(addresses[:3], 1)

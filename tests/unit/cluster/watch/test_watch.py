@@ -14,7 +14,7 @@ import threading
 import pytest
 from tests.waiting import wait_until
 
-from phalanx._src.cluster.connections.door import Line, encoded
+from phalanx._src.cluster.connections.listener import MessageStream, encoded
 from phalanx._src.cluster.watch import watch as watch_module
 from phalanx._src.cluster.watch.verdict import SIGTERM, Member, judge_presence, judge_progress
 from phalanx._src.cluster.watch.watch import Watch, _connections_at
@@ -621,7 +621,7 @@ def test_connections_at_a_port_are_found(connected):
 
 def test_reset_connection_is_heard_as_closed(connected):
     """A process that dies with unread data resets its connections; what it had said is lost with it."""
-    other, line = connected[0], Line(connected[1])
+    other, line = connected[0], MessageStream(connected[1])
     other.sendall(b'{"step": 1}\n{"st')
     assert heard_from(line) == ([{"step": 1}], True)
     other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -632,7 +632,7 @@ def test_reset_connection_is_heard_as_closed(connected):
 
 def test_last_word_arrives(connected):
     """The last messages of a process arrive, even if it closes the connection with unread messages."""
-    leaving, staying = map(Line, connected)
+    leaving, staying = map(MessageStream, connected)
     for _ in range(20):
         for sender, reader in ((leaving, staying), (staying, leaving)):
             sender.send(encoded({"step": 1}))
@@ -648,7 +648,7 @@ def test_last_word_arrives(connected):
 def test_an_older_report_does_not_undo_that_a_process_has_left():
     """The thread that reports each tick says nothing older than what `leave` has said, however late it comes to run."""
     own, others = pair()
-    watch, heard = Watch(["127.0.0.1:1", "127.0.0.1:2"], 1, {0: own}, 60.0), Line(others)
+    watch, heard = Watch(["127.0.0.1:1", "127.0.0.1:2"], 1, {0: own}, 60.0), MessageStream(others)
     is_between, may_go_on = threading.Event(), threading.Event()
     say = watch._say
 

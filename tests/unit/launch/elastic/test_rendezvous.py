@@ -11,8 +11,8 @@ from tests.waiting import wait_until
 
 from phalanx._src.cluster.connections.secret import TOKEN, new_token
 from phalanx._src.cluster.watch.membership import MEMBER, MOST, RENDEZVOUS, Membership
-from phalanx._src.launch.elastic.messages import Report, environment_of
-from phalanx._src.launch.elastic.outpost import Outpost
+from phalanx._src.launch.elastic.messages import LauncherReport, environment_of
+from phalanx._src.launch.elastic.remote_rendezvous import RemoteRendezvous
 from phalanx._src.launch.elastic.rendezvous import Rendezvous
 from phalanx._src.launch.plan import ALONE, Machines, free_ports
 from phalanx.errors import InvalidArgumentError, StartupError
@@ -47,7 +47,7 @@ class Hall:
 
     def report(self, running=None, hopeful=None, **more):
         running = self.running if running is None else running
-        return self.rendezvous.report(Report(running, len(running) if hopeful is None else hopeful, **more))
+        return self.rendezvous.report(LauncherReport(running, len(running) if hopeful is None else hopeful, **more))
 
     def meet(self, members, progress=None, call=0, variables=MappingProxyType({})):
         progress = progress or {}
@@ -321,7 +321,7 @@ def second_machine(hall, monkeypatch):
     monkeypatch.setenv("PHALANX_START_TIMEOUT_S", "120")
     address = f"127.0.0.1:{free_ports(1)[0]}"
     found, killed = hall(1, Machines(0, 2, address)), []
-    post = Outpost(dict(os.environ), lambda *told: killed.append(told), Machines(1, 2, address))
+    post = RemoteRendezvous(dict(os.environ), lambda *told: killed.append(told), Machines(1, 2, address))
     post.start()
     yield found, post, killed
     post.end()
@@ -336,26 +336,26 @@ def test_first_generation_waits_for_all_machines(second_machine):
     wait_until(lambda: found.said == ["Waiting for phalanx run on the machines of these tasks: 1."])
     assert not found.report().is_hopeless
     assert not found.report().members
-    assert post.report(Report((1,), 1)).gone is None
+    assert post.report(LauncherReport((1,), 1)).gone is None
     # Its kernel notices a machine that disappears.
     assert post._connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     other = Membership(found.rendezvous.address, 1)
     (generation,) = found.meet([other])
     assert (waiting().rank, generation.rank, generation.size) == (0, 1, 2)
     wait_until(lambda: found.report().is_needed)
-    wait_until(lambda: post.report(Report((1,), 1)).members == (0, 1))
+    wait_until(lambda: post.report(LauncherReport((1,), 1)).members == (0, 1))
     first.accuse([1], "it stands still")
     wait_until(lambda: killed == [(1, "it stands still")])
     assert not found.killed
-    post.report(Report((), 0, has_finished=True))
-    wait_until(lambda: post.report(Report((), 0, has_finished=True)).has_finished)
+    post.report(LauncherReport((), 0, has_finished=True))
+    wait_until(lambda: post.report(LauncherReport((), 0, has_finished=True)).has_finished)
     wait_until(lambda: not found.report().is_needed)
 
 
 def test_machine_that_is_lost_may_come_back(second_machine):
     """For a while; then those that are left count."""
     found, post, _ = second_machine
-    post.report(Report((1,), 1))
+    post.report(LauncherReport((1,), 1))
     wait_until(lambda: found.report(()).is_needed)
     post.end()
     wait_until(lambda: not found.report(()).is_needed)
@@ -368,10 +368,10 @@ def test_machine_that_is_lost_may_come_back(second_machine):
 def test_first_machine_is_lost(second_machine):
     """Nobody can go on then, unless the training is over."""
     found, post, _ = second_machine
-    assert not post.report(Report((1,), 1)).is_hopeless
+    assert not post.report(LauncherReport((1,), 1)).is_hopeless
     found.rendezvous.end()
-    wait_until(lambda: post.report(Report((1,), 1)).is_hopeless)
-    assert post.report(Report((1,), 1)).gone == ()
+    wait_until(lambda: post.report(LauncherReport((1,), 1)).is_hopeless)
+    assert post.report(LauncherReport((1,), 1)).gone == ()
     found.rendezvous.end = lambda: None
 
 
@@ -382,10 +382,10 @@ def test_first_machine_does_not_answer(hall, monkeypatch):
     with pytest.raises(
         StartupError, match=rf"rendezvous at {address}: machine 1 could not connect to it for 0.3 s: Connection"
     ):
-        Outpost(dict(os.environ), print, Machines(1, 2, address))
+        RemoteRendezvous(dict(os.environ), print, Machines(1, 2, address))
     hall(1, Machines(0, 2, address))
     with pytest.raises(StartupError, match="another secret"):
-        Outpost({TOKEN: new_token()}, print, Machines(1, 2, address))
+        RemoteRendezvous({TOKEN: new_token()}, print, Machines(1, 2, address))
     with pytest.raises(StartupError, match=rf"the rendezvous at {address}: this machine cannot listen there"):
         Hall(1, Machines(0, 2, address))
     monkeypatch.setenv("PHALANX_START_TIMEOUT_S", "soon")
@@ -393,4 +393,4 @@ def test_first_machine_does_not_answer(hall, monkeypatch):
     with pytest.raises(InvalidArgumentError, match=message):
         Hall(1, Machines(0, 2, address))
     with pytest.raises(InvalidArgumentError, match=message):
-        Outpost(dict(os.environ), print, Machines(1, 2, address))
+        RemoteRendezvous(dict(os.environ), print, Machines(1, 2, address))

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from phalanx._src.parameter_server.remote.plans import Push, Pusher
-from phalanx._src.parameter_server.remote.shared_memory import Line, Packed
+from phalanx._src.parameter_server.remote.shared_memory import Packed, SharedMemoryConnection
 
 _ME = Pusher(0, 0)
 _LIMIT_S = 120.0
 
 
 def _echo(pipe):
-    line = Line(_ME)
+    line = SharedMemoryConnection(_ME)
     while (sent := pipe.recv()) is not None:
         pipe.send(line.pack(line.unpack(sent)))
 
@@ -26,7 +26,7 @@ def echo():
     here, there = context.Pipe()
     process = context.Process(target=_echo, args=(there,))
     process.start()
-    line = Line(_ME)
+    line = SharedMemoryConnection(_ME)
 
     def sent_and_back(content):
         here.send(line.pack(content))
@@ -70,7 +70,7 @@ def test_what_was_received_is_read_where_it_is(echo):
 
 def test_a_push_is_sent_without_its_arrays():
     """What is left for Ray is small; a small push is left whole."""
-    here, there = Line(_ME), Line(_ME)
+    here, there = SharedMemoryConnection(_ME), SharedMemoryConnection(_ME)
     gradients = [np.full((784, 512), 3.0, "float32"), np.ones(10, "float32")]
     sent = here.pack(Push(_ME, 4, pulled=2, updates={0: gradients}, others={1: None}))
     assert isinstance(sent, Packed)
@@ -84,16 +84,16 @@ def test_a_push_is_sent_without_its_arrays():
 
 def test_arrays_begin_where_xla_takes_them_as_they_are():
     """At multiples of 64 bytes."""
-    here, there = Line(_ME), Line(_ME)
+    here, there = SharedMemoryConnection(_ME), SharedMemoryConnection(_ME)
     arrays = there.unpack(here.pack([np.ones(n, "float32") for n in (3, 50_001, 7)]))
     assert [a.ctypes.data % 64 for a in arrays] == [0, 0, 0]
 
 
 def test_a_line_is_for_one_machine():
     """A greeting of another machine, or of memory that cannot be seen, is not understood."""
-    here, there = Line(_ME), Line(_ME)
+    here, there = SharedMemoryConnection(_ME), SharedMemoryConnection(_ME)
     machine, sent = here.greeting()
     assert there.understands((machine, sent))
-    assert not Line(_ME).understands(("another one", sent))
-    assert not Line(_ME).understands((machine, Packed(_ME, "/proc/0/fd/0", sent.rest, sent.sizes)))
-    assert not Line(_ME).understands(None)
+    assert not SharedMemoryConnection(_ME).understands(("another one", sent))
+    assert not SharedMemoryConnection(_ME).understands((machine, Packed(_ME, "/proc/0/fd/0", sent.rest, sent.sizes)))
+    assert not SharedMemoryConnection(_ME).understands(None)

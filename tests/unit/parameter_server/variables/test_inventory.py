@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 
-from phalanx._src.parameter_server.remote.plans import Inventory, Label, Part, VariableId
+from phalanx._src.parameter_server.remote.plans import Inventory, Label, ServerPart, VariableId
 from phalanx._src.parameter_server.variables.inventory import id_of, labels_of, stored_in
 
 KERNEL = VariableId("dense/kernel", 0, (5, 2), "float32")
@@ -16,13 +16,13 @@ def test_copies_on_several_servers():
     stored = stored_in(
         [Inventory({}, {}), Inventory({}, {7: Label(COUNT, 0, None)}), Inventory({}, {7: Label(COUNT, 0, None)})]
     )
-    assert stored == {COUNT: (((Part(1, 7, 0, None),)), {7: (1, 2)})}
+    assert stored == {COUNT: (((ServerPart(1, 7, 0, None),)), {7: (1, 2)})}
 
 
 def test_shards_in_the_order_of_their_rows():
     """The second server may have the first rows."""
     (stored,) = stored_in([Inventory({}, {1: Label(KERNEL, 3, 5)}), Inventory({}, {2: Label(KERNEL, 0, 3)})]).values()
-    assert stored.placement == (Part(1, 2, 0, 3), Part(0, 1, 3, 5))
+    assert stored.placement == (ServerPart(1, 2, 0, 3), ServerPart(0, 1, 3, 5))
     assert stored.holders == {1: (0,), 2: (1,)}
 
 
@@ -44,7 +44,7 @@ def test_variables_with_one_path():
 
 def test_metrics_have_no_label():
     """They begin again."""
-    part = Part(0, 3, 0, None)
+    part = ServerPart(0, 3, 0, None)
     (variable,) = keras.metrics.Sum().variables
     assert labels_of(variable, part) == {}
     assert list(labels_of(keras.Variable(0.0), part)) == [3]

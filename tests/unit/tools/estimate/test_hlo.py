@@ -6,7 +6,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from phalanx._src.tools.estimate.hlo import Collective, Program
+from phalanx._src.tools.estimate.hlo import Collective, HloProgram
 
 # Written by hand in XLA's text format, with the shapes that each statement below is about.
 GPU = """
@@ -63,7 +63,7 @@ def test_collectives_are_read():
 
     One that the program waits for at once is not asynchronous, although the compiler for GPUs writes a start and a done.
     """
-    assert Program(GPU).collectives == [
+    assert HloProgram(GPU).collectives == [
         Collective("all-gather", "bf16", 16 * 4 * 2, (0, 1, 2, 3), is_async=True),
         Collective("all-gather", "bf16", 8 * 4 * 2, (0, 1)),
         Collective("reduce-scatter", "f32", (8 + 4) * 4, (0, 1), is_async=True),
@@ -77,7 +77,7 @@ def test_transfers_to_the_host_are_counted():
 
     XLA counts the operations of loops' bodies once, so loops are counted too.
     """
-    program, slices = Program(GPU), Program(SLICES)
+    program, slices = HloProgram(GPU), HloProgram(SLICES)
     assert (program.num_transfers, program.num_loops) == (1, 1)
     assert (slices.num_transfers, slices.num_loops) == (1, 0)
     assert slices.collectives == [Collective("all-reduce", "f32", 4096, (), is_async=True, is_between_slices=True)]
@@ -85,7 +85,7 @@ def test_transfers_to_the_host_are_counted():
 
 def test_bytes_are_those_of_operands_and_results():
     """The copy reads and writes 4,096 bytes. The outfeed reads them, and the send reads and writes them."""
-    assert Program(SLICES).num_bytes == 2 * 4096 + 4096 + (2 * 4096 + 4)
+    assert HloProgram(SLICES).num_bytes == 2 * 4096 + 4096 + (2 * 4096 + 4)
 
 
 @pytest.mark.parametrize("count", [2, 8])
@@ -95,7 +95,7 @@ def test_program_of_xla_is_read(count):
     rows = NamedSharding(mesh, P("replica"))
     x = jax.ShapeDtypeStruct((count * 4, 6), jnp.float32, sharding=rows)
     compiled = jax.jit(lambda x: x.sum(0), out_shardings=NamedSharding(mesh, P())).lower(x).compile()
-    assert Program(compiled.as_text()).collectives == [Collective("all-reduce", "f32", 24, tuple(range(count)))]
+    assert HloProgram(compiled.as_text()).collectives == [Collective("all-reduce", "f32", 24, tuple(range(count)))]
 
 
 GROUPS = [
@@ -118,7 +118,7 @@ GROUPS = [
 def test_groups_of_devices_are_read(text, group):
     """XLA writes groups as lists, as a reshaped range, and as axes of a mesh or parts of axes."""
     line = f"  ROOT %r = f32[4]{{0}} all-reduce(%x), channel_id=1, replica_groups={text}, to_apply=%add"
-    program = Program(f"ENTRY %main (x: f32[4]) -> f32[4] {{\n  %x = f32[4]{{0}} parameter(0)\n{line}\n}}\n")
+    program = HloProgram(f"ENTRY %main (x: f32[4]) -> f32[4] {{\n  %x = f32[4]{{0}} parameter(0)\n{line}\n}}\n")
     assert program.collectives == [Collective("all-reduce", "f32", 16, group)]
 
 
@@ -128,5 +128,5 @@ def test_groups_of_a_program_of_xla_are_read(dim, group):
     mesh = jax.make_mesh((2, 4), ("replica", "model"))
     x = jax.ShapeDtypeStruct((32, 8), jnp.float32, sharding=NamedSharding(mesh, P("replica", "model")))
     compiled = jax.jit(lambda x: x.sum(dim), out_shardings=NamedSharding(mesh, P())).lower(x).compile()
-    reduced = [c for c in Program(compiled.as_text()).collectives if c.kind == "all-reduce"]
+    reduced = [c for c in HloProgram(compiled.as_text()).collectives if c.kind == "all-reduce"]
     assert [c.group for c in reduced] == [group]

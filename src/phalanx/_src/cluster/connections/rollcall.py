@@ -14,7 +14,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from phalanx._src.cluster.connections.door import RETRY_S, Door, Guest, knock, parsed, reach, read_line
+from phalanx._src.cluster.connections.listener import RETRY_S, Connection, Listener, handshake, parsed, reach, read_line
 from phalanx._src.cluster.connections.secret import TOKEN, Secret
 from phalanx.errors import StartupError, listed
 
@@ -42,11 +42,11 @@ def call_roll(
       StartupError: a rank is missing at the deadline, was started twice or belongs to another cluster, or the address of
         rank 0 is taken, does not belong to this machine or does not answer.
     """
-    call = _Call(addresses, _shortened(about), secret, timeout_s)
+    call = _RollCall(addresses, _shortened(about), secret, timeout_s)
     return _Chief(call).wait() if rank == 0 else {0: _Other(call, rank).wait()}
 
 
-class _Call:
+class _RollCall:
     """The facts about a roll call that all ranks have. The arguments are those of `call_roll`."""
 
     def __init__(self, addresses: Sequence[str], about: str, secret: Secret, timeout_s: float) -> None:
@@ -74,36 +74,36 @@ class _Call:
 class _Chief:
     """Rank 0, to which the other ranks connect."""
 
-    def __init__(self, call: _Call) -> None:
+    def __init__(self, call: _RollCall) -> None:
         self._call, self._refused = call, 0
-        self._present: dict[int, Guest] = {}
+        self._present: dict[int, Connection] = {}
 
     def wait(self) -> dict[int, socket.socket]:
         try:
-            with self._listening() as door:
+            with self._listening() as listener:
                 while not self._is_complete and self._call.left_s:
-                    self._meet(door.guests(self._call.left_s))
-                self._refused = door.refused
+                    self._meet(listener.accepted(self._call.left_s))
+                self._refused = listener.refused
                 if not self._is_complete:
                     raise self._error()
-                # Those that are at the door already and come too late are told.
-                self._meet(door.guests(0))
+                # Those that have connected, and come too late, are told.
+                self._meet(listener.accepted(0))
         except StartupError as e:
             self._tell({"error": [e.asked, e.found, e.hint]})
-            for guest in self._present.values():
-                guest.connection.close()
+            for peer in self._present.values():
+                peer.connection.close()
             raise
         self._tell({"go": True})
-        return {rank: guest.connection for rank, guest in self._present.items()}
+        return {rank: peer.connection for rank, peer in self._present.items()}
 
     @property
     def _is_complete(self) -> bool:
         return len(self._present) == len(self._call.addresses) - 1
 
-    def _listening(self) -> Door:
+    def _listening(self) -> Listener:
         address = self._call.addresses[0]
         try:
-            return Door(address, self._call.secret, len(self._call.addresses))
+            return Listener(address, self._call.secret, len(self._call.addresses))
         except OSError as e:
             raise StartupError(
                 f"rank 0 at {address}",
@@ -122,18 +122,18 @@ class _Chief:
             hint = f"set the same {TOKEN} for all processes of the cluster"
         return StartupError(f"a cluster of {len(self._call.addresses)} processes", found, hint)
 
-    def _meet(self, guests: Sequence[Guest]) -> None:
-        for guest in guests:
-            rank = guest.hello.get("rank")
+    def _meet(self, peers: Sequence[Connection]) -> None:
+        for peer in peers:
+            rank = peer.hello.get("rank")
             if type(rank) is not int or not 0 < rank < len(self._call.addresses):
-                guest.connection.close()
+                peer.connection.close()
             elif rank in self._present:
                 twice = self._call.twice(rank)
-                guest.say({"error": [twice.asked, twice.found, twice.hint]})
-                guest.connection.close()
+                peer.say({"error": [twice.asked, twice.found, twice.hint]})
+                peer.connection.close()
             else:
-                self._present[rank] = guest
-                self._require_same(rank, guest.hello.get("about"))
+                self._present[rank] = peer
+                self._require_same(rank, peer.hello.get("about"))
 
     def _require_same(self, rank: int, about: object) -> None:
         if about != self._call.about:
@@ -144,14 +144,14 @@ class _Chief:
             )
 
     def _tell(self, message: dict[str, Any]) -> None:
-        for guest in self._present.values():
-            guest.say(message)
+        for peer in self._present.values():
+            peer.say(message)
 
 
 class _Other:
     """A rank above 0, which connects to rank 0."""
 
-    def __init__(self, call: _Call, rank: int) -> None:
+    def __init__(self, call: _RollCall, rank: int) -> None:
         self._call, self._rank = call, rank
 
     def wait(self) -> socket.socket:
@@ -181,7 +181,9 @@ class _Other:
 
     def _ask(self, connection: socket.socket) -> bytes | None:
         """Returns None if all ranks have come, and otherwise what rank 0 said instead of a message."""
-        said = knock(connection, self._call.secret, {"rank": self._rank, "about": self._call.about}, self._call.left_s)
+        said = handshake(
+            connection, self._call.secret, {"rank": self._rank, "about": self._call.about}, self._call.left_s
+        )
         if said is not None:
             return said
         # Rank 0 waits as long, but may have started later.

@@ -92,16 +92,16 @@ def _bad_list(text: str, found: str) -> ClusterSourceError:
 
 
 @dataclass(frozen=True)
-class _Place:
+class _TaskPosition:
     """The place of a rank: the index of its node, and its index among the tasks of that node."""
 
     node: int
     local: int
 
 
-def _placed(counts: list[int], distribution: str) -> list[_Place]:
+def _placed(counts: list[int], distribution: str) -> list[_TaskPosition]:
     """Returns the place of each rank."""
-    places = [_Place(node, local) for node, count in enumerate(counts) for local in range(count)]
+    places = [_TaskPosition(node, local) for node, count in enumerate(counts) for local in range(count)]
     kind = distribution.partition(":")[0].lower()
     if kind.startswith("cyclic"):
         return sorted(places, key=lambda p: (p.local, p.node))
@@ -208,7 +208,7 @@ class SlurmClusterResolver(ClusterResolver):
         tasks = [Task(job, i) for job, count in self._counts_of_jobs(len(places)) for i in range(count)]
         return tasks[self._rank(places)]
 
-    def _layout(self) -> tuple[list[str], list[_Place]]:
+    def _layout(self) -> tuple[list[str], list[_TaskPosition]]:
         """Returns the hosts, and the place of each rank."""
         hosts = expand_hosts(self._variable("SLURM_STEP_NODELIST"))
         counts = self._counts_of_nodes(hosts)
@@ -238,13 +238,13 @@ class SlurmClusterResolver(ClusterResolver):
             raise ClusterSourceError(f"jobs={dict(jobs)}", found, f"srun --ntasks={asked} python train.py")
         return jobs
 
-    def _rank(self, places: list[_Place]) -> int:
+    def _rank(self, places: list[_TaskPosition]) -> int:
         rank = self._number("SLURM_PROCID")
         if rank >= len(places):
             raise ClusterSourceError(f"SLURM_PROCID={rank}", f"the job step has {len(places)} tasks.", _HINT)
         return rank
 
-    def _check_own_place(self, places: list[_Place]) -> None:
+    def _check_own_place(self, places: list[_TaskPosition]) -> None:
         rank = self._rank(places)
         place = places[rank]
         for name, computed in (("SLURM_NODEID", place.node), ("SLURM_LOCALID", place.local)):
@@ -262,7 +262,7 @@ class SlurmClusterResolver(ClusterResolver):
             return self._gpus_per_node
         return self._number("SLURM_GPUS_ON_NODE", default=len(self._visible_gpus())) or None
 
-    def _gpus_of_task(self, places: list[_Place]) -> int:
+    def _gpus_of_task(self, places: list[_TaskPosition]) -> int:
         most = max(p.local for p in places) + 1
         available = self._gpus_on_node()
         count = (available or 0) // most if self._gpus_per_task is None else self._gpus_per_task
@@ -271,7 +271,7 @@ class SlurmClusterResolver(ClusterResolver):
             raise ClusterSourceError(f"gpus_per_task={count}", found, f"gpus_per_task={available // most}")
         return count
 
-    def _own_gpus(self, places: list[_Place]) -> list[str]:
+    def _own_gpus(self, places: list[_TaskPosition]) -> list[str]:
         count, local = self._gpus_of_task(places), places[self._rank(places)].local
         visible = self._visible_gpus()
         # If Slurm binds GPUs to tasks, the task already sees only its own.

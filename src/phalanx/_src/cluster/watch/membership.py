@@ -20,7 +20,7 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from phalanx._src.cluster.connections.door import expect_answers, knock, send, split
+from phalanx._src.cluster.connections.listener import expect_answers, handshake, send, split
 from phalanx._src.cluster.connections.secret import secret_of
 from phalanx._src.cluster.spec import ClusterSpec, Task, tf_config
 from phalanx.errors import StartupError
@@ -102,7 +102,7 @@ class Membership(threading.Thread):
             raise _no_answer(address) from e
         with ExitStack() as stack:
             stack.enter_context(self._connection)
-            refused = knock(self._connection, secret, {"member": number}, _CONNECT_S)
+            refused = handshake(self._connection, secret, {"member": number}, _CONNECT_S)
             self._lines = stack.enter_context(self._connection.makefile("rb"))
             welcome = b"" if refused is not None else self._lines.readline()
             if not welcome:

@@ -24,7 +24,7 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from phalanx._src.cluster.connections.door import Line, encoded
+from phalanx._src.cluster.connections.listener import MessageStream, encoded
 from phalanx._src.cluster.spec import host_and_port
 from phalanx._src.cluster.watch.agreement import Difference, Signature, compare, shortened
 from phalanx._src.cluster.watch.pace import REPORT, Paces, StepTimes, Stopwatch, table_of
@@ -95,7 +95,7 @@ class Watch(threading.Thread):
         # All processes meet at this one to form another group.
         self.change_point = SyncPoint(rank, lines, lambda said: self._say({"change": said["sync"]}), self.waiting)
         self._port = host_and_port(addresses[0])[1]
-        self._lines = {r: Line(connection) for r, connection in lines.items()}
+        self._lines = {r: MessageStream(connection) for r, connection in lines.items()}
         self._tick_s = min(_TICK_S, stall_s / 4)
         self._turn = self._step = self._depth = 0
         self._stopwatch, self._paces = Stopwatch(), Paces(len(addresses)) if rank == 0 else None

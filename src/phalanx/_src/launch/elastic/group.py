@@ -13,8 +13,8 @@ from typing import final
 from typing_extensions import override
 
 from phalanx._src.cluster.spec import Task
-from phalanx._src.launch.elastic.messages import AbstractRendezvous, Report, Standing, environment_of
-from phalanx._src.launch.elastic.outpost import Outpost
+from phalanx._src.launch.elastic.messages import AbstractRendezvous, GroupStatus, LauncherReport, environment_of
+from phalanx._src.launch.elastic.remote_rendezvous import RemoteRendezvous
 from phalanx._src.launch.elastic.rendezvous import Rendezvous
 from phalanx._src.launch.evaluator import Patience
 from phalanx._src.launch.group import Group
@@ -75,16 +75,16 @@ class ElasticGroup(Group):
         self._patience, self._tell_user = patience, say
         self._places: list[_Place] = []
         self._is_ending = False
-        self._standing, self._has_finished, self._steps = Standing(), False, -1
+        self._standing, self._has_finished, self._steps = GroupStatus(), False, -1
         self._compiled = tempfile.TemporaryDirectory(prefix="phalanx-compiled-", ignore_cleanup_errors=True)
         environment = specs[0].environment
         self._rendezvous: AbstractRendezvous = (
-            Outpost(environment, self._kill, machines)
+            RemoteRendezvous(environment, self._kill, machines)
             if machines.index
             else Rendezvous(least, environment, self._kill, say, machines)
         )
         self._first, self._most = machines.index * len(specs), machines.count * len(specs)
-        self._report = Report(tuple(range(self._first, self._first + len(specs))), len(specs))
+        self._report = LauncherReport(tuple(range(self._first, self._first + len(specs))), len(specs))
 
     @property
     @override
@@ -178,7 +178,7 @@ class ElasticGroup(Group):
                 place.process = self._workers[index] = self._started(place.spec)
         running = tuple(place.spec.task.index for place in self._places if place.process.is_alive)
         hopeful = sum(place.due_s is not None or place.process.is_alive for place in self._places)
-        self._report = Report(running, hopeful, self._has_finished)
+        self._report = LauncherReport(running, hopeful, self._has_finished)
         self._standing = self._rendezvous.report(self._report)
 
     def _plan_start(self, place: _Place) -> None:

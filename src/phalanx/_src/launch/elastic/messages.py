@@ -9,7 +9,7 @@ from phalanx._src.cluster.watch.membership import MEMBER, MOST, RENDEZVOUS
 
 
 @dataclass(frozen=True)
-class Report:
+class LauncherReport:
     """The state of the processes of one launcher, for the rendezvous.
 
     Args:
@@ -24,14 +24,15 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Standing:
+class GroupStatus:
     """The state of the training, for the launchers.
 
     Args:
       steps: the most steps that a process has reported.
       members: numbers of the processes of the last generation, by rank. Empty before the first. A process that fails before that
         has an error in its program.
-      gone: those of them in whose places no other process runs yet, if all are gone. None if one trains, or no generation was formed.
+      gone: members of the last generation without a replacement, if none of them survives. None while any member trains, and before
+        the first generation.
       is_hopeless: whether there will never be enough processes again.
       has_finished: whether the program of a process has come to its end, so that no process joins any more.
       is_needed: whether processes of other machines still run, which need this rendezvous.
@@ -56,7 +57,7 @@ class AbstractRendezvous(Protocol):
     def end(self) -> None:
         """Ends it."""
 
-    def report(self, report: Report) -> Standing:
+    def report(self, report: LauncherReport) -> GroupStatus:
         """Reports the processes of this machine, and returns the state of the training."""
 
 

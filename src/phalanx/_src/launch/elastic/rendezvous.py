@@ -3,7 +3,7 @@
 
 All processes that train keep a connection with it. If one dies, the kernel closes its connection; the others leave their generation and
 say that they are ready for the next. A process that has started later says so too, and is let in at the next step on which the others agree.
-The launchers of other machines keep a connection too: see `phalanx._src.launch.elastic.outpost`.
+The launchers of other machines keep a connection too: see `phalanx._src.launch.elastic.remote_rendezvous`.
 """
 
 import selectors
@@ -18,10 +18,10 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from phalanx._src.cluster.connections.door import Door, Guest, Line, expect_answers
+from phalanx._src.cluster.connections.listener import Connection, Listener, MessageStream, expect_answers
 from phalanx._src.cluster.connections.secret import secret_of
 from phalanx._src.cluster.resolvers.base import start_timeout_s
-from phalanx._src.launch.elastic.messages import Report, Standing
+from phalanx._src.launch.elastic.messages import GroupStatus, LauncherReport
 from phalanx._src.launch.plan import ALONE, LOOPBACK, Machines, free_ports
 from phalanx.errors import StartupError
 
@@ -40,20 +40,20 @@ class _Launcher:
     """The launcher of a machine.
 
     Args:
-      guest: its connection. None on this machine.
+      peer: its connection. None on this machine.
       report: its last report. None if it has not connected yet, or was lost.
       told: what it was told last.
       until_s: time of `time.monotonic` until which others wait for it if it has not connected, or was lost.
     """
 
     until_s: float
-    guest: Guest | None = None
-    report: Report | None = None
-    told: Standing = Standing()
-    line: Line | None = field(init=False)
+    peer: Connection | None = None
+    report: LauncherReport | None = None
+    told: GroupStatus = GroupStatus()
+    line: MessageStream | None = field(init=False)
 
     def __post_init__(self) -> None:
-        self.line = Line(self.guest.connection) if self.guest else None
+        self.line = MessageStream(self.peer.connection) if self.peer else None
 
 
 @dataclass
@@ -62,7 +62,7 @@ class _Member:
 
     Args:
       number: its number.
-      guest: its connection.
+      peer: its connection.
       heard_s: time of its last message.
       generation: the last generation that it was in. 0 before the first.
       rank: its rank there.
@@ -71,16 +71,16 @@ class _Member:
     """
 
     number: int
-    guest: Guest
+    peer: Connection
     heard_s: float
     generation: int = 0
     rank: int = _NO_RANK
     ready: dict[str, Any] | None = None
     call: int = 0
-    line: Line = field(init=False)
+    line: MessageStream = field(init=False)
 
     def __post_init__(self) -> None:
-        self.line = Line(self.guest.connection)
+        self.line = MessageStream(self.peer.connection)
 
 
 @final
@@ -117,7 +117,7 @@ class Rendezvous(threading.Thread):
         self.address = machines.address or f"{LOOPBACK}:{free_ports(1)[0]}"
         secret = secret_of([self.address], environment)
         try:
-            self._door = Door(self.address, secret, _MOST)
+            self._listener = Listener(self.address, secret, _MOST)
         except OSError as e:
             raise StartupError(
                 f"the rendezvous at {self.address}",
@@ -126,7 +126,7 @@ class Rendezvous(threading.Thread):
             ) from e
         self._service = _Service(environment, self.address.rpartition(":")[0])
         self._selector = selectors.DefaultSelector()
-        self._selector.register(self._door.fileno, selectors.EVENT_READ, None)
+        self._selector.register(self._listener.fileno, selectors.EVENT_READ, None)
         self._members: dict[int, _Member] = {}
         self._launchers = [_Launcher(self._until_s) for _ in range(machines.count)]
         self._lock = threading.Lock()
@@ -146,22 +146,22 @@ class Rendezvous(threading.Thread):
         self.join()
         self._service.end()
 
-    def report(self, report: Report) -> Standing:
+    def report(self, report: LauncherReport) -> GroupStatus:
         """See `AbstractRendezvous`."""
         with self._lock:
             self._note(self._launchers[0], report)
             return self._standing()
 
-    def _note(self, launcher: _Launcher, report: Report) -> None:
+    def _note(self, launcher: _Launcher, report: LauncherReport) -> None:
         # A process that takes the place of another one is not gone.
         before = launcher.report.running if launcher.report else ()
         self._gone -= set(report.running) - set(before)
         launcher.report = report
         self._has_finished = self._has_finished or report.has_finished
 
-    def _standing(self) -> Standing:
+    def _standing(self) -> GroupStatus:
         hopeful = sum(each.report.hopeful for each in self._launchers if each.report)
-        return Standing(
+        return GroupStatus(
             self.steps,
             self._numbers,
             None if not self.generation or self._survivors() else tuple(sorted(self._gone)),
@@ -187,13 +187,13 @@ class Rendezvous(threading.Thread):
 
     @override
     def run(self) -> None:
-        with self._door, self._selector:
+        with self._listener, self._selector:
             while not self._is_over:
                 ready = self._selector.select(_TICK_S)
                 with self._lock:
                     try:
-                        for guest in self._door.guests(0):
-                            self._admit(guest)
+                        for peer in self._listener.accepted(0):
+                            self._admit(peer)
                         for key, _ in ready:
                             if isinstance(key.data, _Member):
                                 self._hear(key.data)
@@ -203,53 +203,53 @@ class Rendezvous(threading.Thread):
                         self._tell_launchers()
                     except Exception as e:  # Nobody would notice the end of this thread, and all would wait for it.
                         self._end_all(f"the rendezvous has failed: {e!r}")
-            for guest in [m.guest for m in self._members.values()] + [x.guest for x in self._launchers if x.guest]:
-                guest.connection.close()
+            for peer in [m.peer for m in self._members.values()] + [x.peer for x in self._launchers if x.peer]:
+                peer.connection.close()
 
-    def _admit(self, guest: Guest) -> None:
-        expect_answers(guest.connection)
-        number, machine = guest.hello.get("member"), guest.hello.get("machine")
+    def _admit(self, peer: Connection) -> None:
+        expect_answers(peer.connection)
+        number, machine = peer.hello.get("member"), peer.hello.get("machine")
         if type(machine) is int and 0 < machine < len(self._launchers):
             self._lose(self._launchers[machine])
-            launcher = self._launchers[machine] = _Launcher(self._until_s, guest)
-            self._selector.register(guest.connection, selectors.EVENT_READ, launcher)
+            launcher = self._launchers[machine] = _Launcher(self._until_s, peer)
+            self._selector.register(peer.connection, selectors.EVENT_READ, launcher)
             return
         if type(number) is not int:
-            guest.connection.close()
+            peer.connection.close()
             return
         if number in self._members:
             self._forget(self._members[number])
-        member = self._members[number] = _Member(number, guest, self._clock())
-        self._selector.register(guest.connection, selectors.EVENT_READ, member)
-        guest.say({"is_late": self.generation > 0})
+        member = self._members[number] = _Member(number, peer, self._clock())
+        self._selector.register(peer.connection, selectors.EVENT_READ, member)
+        peer.say({"is_late": self.generation > 0})
 
     def _hear_launcher(self, launcher: _Launcher) -> None:
         assert launcher.line
         messages, is_open = launcher.line.hear()
         for message in messages:
-            self._note(launcher, Report(tuple(message["running"]), message["hopeful"], message["has_finished"]))
+            self._note(launcher, LauncherReport(tuple(message["running"]), message["hopeful"], message["has_finished"]))
         if not is_open:
             self._lose(launcher)
 
     def _lose(self, launcher: _Launcher) -> None:
         """Goes on without a machine, which may come back."""
-        if launcher.guest:
-            self._selector.unregister(launcher.guest.connection)
-            launcher.guest.connection.close()
-            launcher.guest = launcher.report = None
+        if launcher.peer:
+            self._selector.unregister(launcher.peer.connection)
+            launcher.peer.connection.close()
+            launcher.peer = launcher.report = None
             launcher.until_s = self._until_s
 
     def _tell_launchers(self) -> None:
         standing = self._standing()
         for launcher in self._launchers:
-            if launcher.guest and launcher.told != standing:
+            if launcher.peer and launcher.told != standing:
                 launcher.told = standing
-                launcher.guest.say(asdict(standing))
+                launcher.peer.say(asdict(standing))
 
     def _kill(self, number: int, why: str) -> None:
         for launcher in self._launchers:
-            if launcher.guest and launcher.report and number in launcher.report.running:
-                launcher.guest.say({"kill": number, "why": why})
+            if launcher.peer and launcher.report and number in launcher.report.running:
+                launcher.peer.say({"kill": number, "why": why})
                 return
         self._kill_here(number, why)
 
@@ -268,15 +268,15 @@ class Rendezvous(threading.Thread):
                 self.steps = max(self.steps, member.ready["progress"][0])
             elif "begins" in message:
                 member.call = message["begins"]
-                member.guest.say({"call": self._call_of_others(member)})
+                member.peer.say({"call": self._call_of_others(member)})
             elif "accuses" in message and message["generation"] == self.generation:
                 for other in self._survivors():
                     if other.rank in message["accuses"]:
                         self._kill(other.number, message["why"])
 
     def _forget(self, member: _Member) -> None:
-        self._selector.unregister(member.guest.connection)
-        member.guest.connection.close()
+        self._selector.unregister(member.peer.connection)
+        member.peer.connection.close()
         del self._members[member.number]
         if member.generation:
             self._gone.add(member.number)
@@ -295,7 +295,7 @@ class Rendezvous(threading.Thread):
         for member in self._members.values():
             if member.ready and member.call < call:
                 member.ready, member.generation = None, 0
-                member.guest.say({"missed": "the others have finished this training"})
+                member.peer.say({"missed": "the others have finished this training"})
 
     def _call_of_others(self, member: _Member) -> int:
         calls = [m.call for m in self._survivors() if m is not member]
@@ -341,7 +341,7 @@ class Rendezvous(threading.Thread):
     def _invite(self, first: _Member, newcomers: list[_Member]) -> None:
         """Asks the present generation to meet newcomers after one of its next steps."""
         names = ", ".join(f"worker {member.number}" for member in newcomers)
-        first.guest.say({"change": f"{names} joins" if len(newcomers) == 1 else f"{names} join"})
+        first.peer.say({"change": f"{names} joins" if len(newcomers) == 1 else f"{names} join"})
 
     def _wake(self, missing: list[_Member], now_s: float) -> None:
         """Ends processes that answer nothing, while others wait for them: they are stopped, or their machine is."""
@@ -351,7 +351,7 @@ class Rendezvous(threading.Thread):
             if silent_s > _SILENCE_S:
                 self._kill(member.number, f"has said nothing for {silent_s:.0f} s, while the others wait for it")
             else:
-                member.guest.say({"ping": True})
+                member.peer.say({"ping": True})
 
     def _form(self, survivors: list[_Member], newcomers: list[_Member]) -> None:
         members = survivors + newcomers
@@ -367,7 +367,7 @@ class Rendezvous(threading.Thread):
         call = members[0].call
         for rank, member in enumerate(members):
             member.ready, member.generation, member.rank, member.call = None, self.generation, rank, call
-            member.guest.say(
+            member.peer.say(
                 {
                     "generation": self.generation,
                     "service": service,

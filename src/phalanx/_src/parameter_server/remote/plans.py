@@ -16,7 +16,7 @@ import numpy as np
 from phalanx.errors import InputError
 
 
-class Part(NamedTuple):
+class ServerPart(NamedTuple):
     """The rows of a variable that one server holds.
 
     Args:
@@ -36,7 +36,7 @@ class Part(NamedTuple):
         return array if self.stop is None else array[self.start : self.stop]
 
 
-Placement = tuple[Part, ...]
+Placement = tuple[ServerPart, ...]
 """The parts of one variable, in the order of its rows."""
 
 
@@ -126,7 +126,7 @@ class Gradient(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StepProgram:
+class WorkerProgram:
     """A compiled step, as sent to the workers. Variables are named by their index in `values`.
 
     Args:
@@ -240,7 +240,7 @@ class Decision:
 
 
 @dataclass
-class Report:
+class StepReport:
     """A worker's report on some tasks. The steps after `results` were not run, except that the next one may have failed.
 
     Args:

@@ -33,7 +33,7 @@ from phalanx._src.parameter_server.remote.plans import (
     Rows,
     UpdateProgram,
 )
-from phalanx._src.parameter_server.remote.shared_memory import Line, Packed
+from phalanx._src.parameter_server.remote.shared_memory import Packed, SharedMemoryConnection
 from phalanx._src.parameter_server.remote.staleness import Clock
 from phalanx._src.typed_jax import block_until_ready, set_config
 from phalanx.typing import PyTree
@@ -75,7 +75,7 @@ class ParameterServer:
         self._commits: dict[Pusher, dict[int, Any]] = {}
         self._turns: dict[int, int] = defaultdict(int)
         self._change = threading.Condition(threading.RLock())
-        self._lines: dict[Pusher, Line] = {}
+        self._lines: dict[Pusher, SharedMemoryConnection] = {}
 
     def ping(self) -> Sign:
         """Returns a heartbeat."""
@@ -95,7 +95,7 @@ class ParameterServer:
         Returns:
           Whether both are on one machine, and use shared memory from now on.
         """
-        line = Line(pusher)
+        line = SharedMemoryConnection(pusher)
         if not line.understands(greeting):
             return False
         with self._change:

@@ -48,7 +48,7 @@ class Packed:
     sizes: tuple[int, ...]
 
 
-class Line:
+class SharedMemoryConnection:
     """One end of a connection through shared memory. Calls must not overlap.
 
     Args:

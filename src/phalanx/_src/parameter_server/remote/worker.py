@@ -17,19 +17,19 @@ from phalanx._src.parameter_server.remote import worker_index
 from phalanx._src.parameter_server.remote.plans import (
     FencedError,
     LostServerError,
-    Part,
     Placement,
     Push,
     Pusher,
-    Report,
     Rows,
+    ServerPart,
     Spec,
     StepCall,
-    StepProgram,
+    StepReport,
+    WorkerProgram,
     load,
     require_rows,
 )
-from phalanx._src.parameter_server.remote.shared_memory import Line
+from phalanx._src.parameter_server.remote.shared_memory import SharedMemoryConnection
 from phalanx._src.runtime.memory import keep_freed_memory
 from phalanx.errors import InvalidArgumentError, OutOfRangeError, shown
 from phalanx.typing import PyTree
@@ -53,7 +53,7 @@ class Worker:
         self._programs: dict[int, dict[Any, _Program]] = {}
         self._numbers = itertools.count()
         self._version = 0
-        self._lines: list[Line | None] = []
+        self._lines: list[SharedMemoryConnection | None] = []
         self._busy = Busy()
         worker_index.worker_index = pusher.worker
         if jax.default_backend() == "cpu":
@@ -97,11 +97,11 @@ class Worker:
         for name in names:
             self._resources.pop(name, None)
 
-    def learn(self, step: int, key: object, program: StepProgram) -> None:
+    def learn(self, step: int, key: object, program: WorkerProgram) -> None:
         """Compiles and stores the program of a step for batches with the shapes `key`."""
         self._programs.setdefault(step, {})[key] = _Program(program)
 
-    def run(self, tasks: Sequence[StepCall]) -> Report:
+    def run(self, tasks: Sequence[StepCall]) -> StepReport:
         """Runs steps one after the other. A push and the pull for the next step share one round trip.
 
         Args:
@@ -110,7 +110,7 @@ class Worker:
         Returns:
           The results up to the first step that failed or has no program.
         """
-        report, values = Report(), None
+        report, values = StepReport(), None
         ready: _Ready | _Unknown | Exception | None = None
         for task, following in itertools.zip_longest(tasks, tasks[1:]):
             try:
@@ -146,7 +146,7 @@ class Worker:
             report.results.append((program.plan.variant, results))
         return report
 
-    def _ended(self, report: Report, values: object) -> Report:
+    def _ended(self, report: StepReport, values: object) -> StepReport:
         # A pull has told the first server to wait for a push of this worker. There will be none.
         if values is not None:
             self._servers[0].release.remote(self._me)
@@ -173,18 +173,18 @@ class Worker:
     def _find_near(self) -> None:
         """Sets up shared memory with each server on this machine."""
         if not self._lines:
-            lines = [Line(self._me) for _ in self._servers]
+            lines = [SharedMemoryConnection(self._me) for _ in self._servers]
             asked = [s.near.remote(self._me, x.greeting()) for s, x in zip(self._servers, lines, strict=True)]
             self._lines = [x if is_near else None for x, is_near in zip(lines, self._ray.get(asked), strict=True)]
 
-    def _pull(self, ready: "_Ready") -> dict[Part, np.ndarray]:
+    def _pull(self, ready: "_Ready") -> dict[ServerPart, np.ndarray]:
         return {} if ready.program.is_pure else self._taken(ready, self._pulled(ready.asked))
 
-    def _pulled(self, asked: Mapping[int, Mapping[Part, Any]]) -> dict[int, Any]:
+    def _pulled(self, asked: Mapping[int, Mapping[ServerPart, Any]]) -> dict[int, Any]:
         replies = [self._servers[s].pull.remote(list(of.values()), self._me) for s, of in asked.items()]
         return dict(zip(asked, self._ray.get(replies) if replies else (), strict=True))
 
-    def _exchange(self, pushes: dict[int, Push], following: "_Ready | None") -> dict[Part, np.ndarray] | None:
+    def _exchange(self, pushes: dict[int, Push], following: "_Ready | None") -> dict[ServerPart, np.ndarray] | None:
         """Pushes the changes of a step, and pulls the values for the next one.
 
         Args:
@@ -211,8 +211,8 @@ class Worker:
             return None
         return self._taken(following, replies | self._pulled({s: of for s, of in asked.items() if s not in near}))
 
-    def _taken(self, ready: "_Ready", replies: Mapping[int, Any]) -> dict[Part, np.ndarray]:
-        values: dict[Part, np.ndarray] = {}
+    def _taken(self, ready: "_Ready", replies: Mapping[int, Any]) -> dict[ServerPart, np.ndarray]:
+        values: dict[ServerPart, np.ndarray] = {}
         for server, reply in replies.items():
             line = self._lines[server]
             version, arrays = reply if line is None else line.unpack(reply)
@@ -225,7 +225,7 @@ class Worker:
 class _Program:
     """The compiled program of a step."""
 
-    def __init__(self, plan: StepProgram) -> None:
+    def __init__(self, plan: WorkerProgram) -> None:
         self.plan, self.run = plan, load(plan.module)
         self.find = load(plan.ids) if plan.ids else lambda inputs: []
         self.writes = bool(plan.updates or plan.added or plan.set)
@@ -256,7 +256,7 @@ class _Ready:
             for i, own in zip(mine, np.split(places, ends[:-1]), strict=True):
                 self._positions[i] = own.reshape(ids[i].shape).astype(np.int32)
         # Always ask the first server, even for nothing: it returns the version, and its clock registers the step.
-        self.asked: dict[int, dict[Part, Any]] = {0: {}}
+        self.asked: dict[int, dict[ServerPart, Any]] = {0: {}}
         for i, placement in enumerate(program.plan.values):
             if i in self._rows:
                 _, name = program.plan.tables[i]
@@ -266,7 +266,7 @@ class _Ready:
                 self.asked.setdefault(part.server, {})[part] = asked
 
     def compute(
-        self, values: dict[Part, np.ndarray], seeds: Sequence[np.ndarray], nothing: Push
+        self, values: dict[ServerPart, np.ndarray], seeds: Sequence[np.ndarray], nothing: Push
     ) -> tuple[list[np.ndarray], dict[int, Push]]:
         """Runs the step.
 
@@ -304,7 +304,7 @@ class _Ready:
                     to(part.server).updates.setdefault(name, []).append(own)
         return [np.asarray(x) for x in results], pushes
 
-    def _value(self, number: int, placement: Placement, values: dict[Part, np.ndarray]) -> np.ndarray:
+    def _value(self, number: int, placement: Placement, values: dict[ServerPart, np.ndarray]) -> np.ndarray:
         parts = [values[part] for part in placement]
         whole = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if number not in self._rows:
@@ -313,15 +313,15 @@ class _Ready:
         room = num_rows - len(whole)
         return np.concatenate([whole, np.zeros((room, *whole.shape[1:]), whole.dtype)])
 
-    def _range(self, table: int, part: Part) -> slice:
+    def _range(self, table: int, part: ServerPart) -> slice:
         """Returns which of the requested rows of a table are in one part, as a slice of the sorted rows."""
         assert part.stop is not None
         return slice(*np.searchsorted(self._rows[table], [part.start, part.stop]))
 
-    def _local(self, table: int, part: Part) -> np.ndarray:
+    def _local(self, table: int, part: ServerPart) -> np.ndarray:
         return self._rows[table][self._range(table, part)] - part.start
 
-    def _own_rows(self, table: int, part: Part, gradient: np.ndarray) -> Rows:
+    def _own_rows(self, table: int, part: ServerPart, gradient: np.ndarray) -> Rows:
         return Rows(self._local(table, part), gradient[: len(self._rows[table])][self._range(table, part)])
 
 

@@ -10,7 +10,7 @@ from phalanx._src.parameter_server.processes.ray import RayCluster
 from phalanx._src.parameter_server.remote.server import ParameterServer
 from phalanx._src.parameter_server.scheduling.progress import Status
 from phalanx._src.parameter_server.scheduling.queue import Closure, ClosureQueue, RemoteValue
-from phalanx._src.parameter_server.scheduling.steps import Steps, name_of
+from phalanx._src.parameter_server.scheduling.steps import StepCache, name_of
 from phalanx._src.parameter_server.scheduling.supervisor import (
     MOST_LOSSES,
     Supervisor,
@@ -46,7 +46,7 @@ class Scheduler:
     ) -> None:
         self._homes, self._servers, self._names = homes, homes.servers, itertools.count()
         self._queue = ClosureQueue(wake=self._wake if waits else None)
-        self._steps = Steps(strategy, homes, lambda: self._platforms)
+        self._steps = StepCache(strategy, homes, lambda: self._platforms)
         self._supervisors = [
             Supervisor(i, cluster, homes.servers, self._queue, self._steps, timeout_s=timeout_s, waits=waits)
             for i in range(cluster.workers)

@@ -13,7 +13,7 @@ import numpy as np
 
 from phalanx._src.compat import Variable
 from phalanx._src.kernels.platforms import compiled_for
-from phalanx._src.parameter_server.remote.plans import StepProgram
+from phalanx._src.parameter_server.remote.plans import WorkerProgram
 from phalanx._src.parameter_server.scheduling.values import PerWorkerDataset, PerWorkerIterator, PerWorkerValues
 from phalanx._src.parameter_server.variables.homes import Homes
 from phalanx._src.programs.cache import ProgramCache, Settings
@@ -64,7 +64,7 @@ class ScheduledStep:
     arguments: Arguments
     is_run: bool
     recording: Hashable
-    programs: dict[Any, StepProgram] = field(default_factory=dict)
+    programs: dict[Any, WorkerProgram] = field(default_factory=dict)
     outputs: dict[int, tuple[Structure, jax.tree_util.PyTreeDef]] = field(default_factory=dict)
     seeds: list[Variable] = field(default_factory=list)
     settings: Settings | None = None
@@ -85,7 +85,7 @@ class ScheduledStep:
         return output.join(arrays[:count], [])
 
 
-class Steps:
+class StepCache:
     """Caches the programs of all scheduled steps.
 
     Args:
@@ -125,7 +125,9 @@ class Steps:
                 known.append(found)
             return found, tuple(np.asarray(x) for x in arguments.arrays), resources
 
-    def program(self, step: ScheduledStep, fn: Callable[..., Any], specs: PyTree, recording: Recording) -> StepProgram:
+    def program(
+        self, step: ScheduledStep, fn: Callable[..., Any], specs: PyTree, recording: Recording
+    ) -> WorkerProgram:
         """Returns the program of a step for batches with the shapes `specs`. Traces it at the first call.
 
         Raises:
@@ -149,10 +151,10 @@ class Steps:
                 variable.assign(np.concatenate([state[:1] + _SEED_STRIDE, state[1:]]))
             return tuple(states)
 
-    def _traced(self, step: ScheduledStep, fn: Callable[..., Any], specs: PyTree) -> StepProgram:
+    def _traced(self, step: ScheduledStep, fn: Callable[..., Any], specs: PyTree) -> WorkerProgram:
         taken = [list(of_resource) for of_resource in specs]
         while True:
-            used: list[_Batches] = []
+            used: list[_TracedBatches] = []
             try:
                 exported = self._exported(step, fn, taken, used)
                 break
@@ -170,7 +172,7 @@ class Steps:
         variant = next(self._variants)
         step.outputs[variant] = exported.output, exported.records
         step.recording = exported.recording
-        return StepProgram(
+        return WorkerProgram(
             name=name_of(fn),
             module=exported.module,
             draws=tuple(batches.taken for batches in used),
@@ -186,7 +188,7 @@ class Steps:
         )
 
     def _exported(
-        self, step: ScheduledStep, fn: Callable[..., Any], taken: list[list[Any]], used: list["_Batches"]
+        self, step: ScheduledStep, fn: Callable[..., Any], taken: list[list[Any]], used: list["_TracedBatches"]
     ) -> PyTree:
         given = step.arguments
         own = [np.asarray(x) for x in given.arrays]
@@ -195,7 +197,7 @@ class Steps:
         def call(inputs: list[Any]) -> PyTree:
             rest = iter(inputs[len(own) :])
             used[:] = [
-                _Batches(i, [tree.unflatten([next(rest) for _ in leaves]) for tree, leaves in of])
+                _TracedBatches(i, [tree.unflatten([next(rest) for _ in leaves]) for tree, leaves in of])
                 for i, of in enumerate(taken)
             ]
             args, kwargs, _ = Arguments.rebuild(given.structure, given.sizes, inputs[: len(own)])
@@ -213,7 +215,7 @@ def name_of(fn: object) -> str:
     return str(getattr(fn, "__qualname__", repr(fn)))
 
 
-class _Batches:
+class _TracedBatches:
     """Stands for a per-worker dataset or value while a step is traced."""
 
     def __init__(self, number: int, batches: list[Any]) -> None:
@@ -227,7 +229,7 @@ class _Batches:
         self.taken = 1
         return self._batches[0]
 
-    def __iter__(self) -> "_Batches":
+    def __iter__(self) -> "_TracedBatches":
         return self
 
     def __next__(self) -> PyTree:

@@ -19,7 +19,7 @@ from phalanx._src.parameter_server.remote.plans import Pusher, StepCall
 from phalanx._src.parameter_server.remote.server import ParameterServer
 from phalanx._src.parameter_server.remote.worker import Worker
 from phalanx._src.parameter_server.scheduling.queue import Closure, ClosureQueue
-from phalanx._src.parameter_server.scheduling.steps import ScheduledStep, Steps, name_of
+from phalanx._src.parameter_server.scheduling.steps import ScheduledStep, StepCache, name_of
 from phalanx._src.parameter_server.scheduling.values import PerWorkerIterator, PerWorkerValues
 from phalanx._src.parameter_server.variables.client import Servers, not_started
 from phalanx._src.tracing.records import Recording
@@ -97,7 +97,7 @@ class Supervisor:
         cluster: RayCluster,
         servers: Servers,
         queue: ClosureQueue,
-        steps: Steps,
+        steps: StepCache,
         *,
         timeout_s: float,
         waits: bool,

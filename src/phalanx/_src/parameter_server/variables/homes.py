@@ -22,7 +22,7 @@ from phalanx._src import compat
 from phalanx._src.compat import Variable
 from phalanx._src.mesh.devices import Held
 from phalanx._src.parameter_server.processes.ray import RayCluster
-from phalanx._src.parameter_server.remote.plans import Gradient, Part, Placement, UpdateProgram, require_rows
+from phalanx._src.parameter_server.remote.plans import Gradient, Placement, ServerPart, UpdateProgram, require_rows
 from phalanx._src.parameter_server.remote.server import ParameterServer
 from phalanx._src.parameter_server.variables.client import Servers
 from phalanx._src.parameter_server.variables.inventory import id_of, labels_of, stored_in
@@ -227,12 +227,12 @@ class Homes:
         for part in placement:
             self.write_part(part, part.of(array))
 
-    def read_part(self, part: Part) -> np.ndarray:
+    def read_part(self, part: ServerPart) -> np.ndarray:
         """Fetches one part of a variable."""
         ((array,),) = self.servers.ask(ParameterServer.get, (part.server, [part.key]))
         return np.array(array)
 
-    def write_part(self, part: Part, value: np.ndarray) -> None:
+    def write_part(self, part: ServerPart, value: np.ndarray) -> None:
         """Sends one part of a variable to every server that holds it."""
         self.servers.ask(ParameterServer.put, *((s, {part.key: value}) for s in self._holders[part.key]))
 
@@ -390,7 +390,7 @@ class Homes:
         else:
             self.take_in([reference])
             parts = [(p.server, p.start, p.stop or 0) for p in self._placements.get(reference) or ()]
-        placement = tuple(Part(server, next(self._keys), start, stop) for server, start, stop in parts)
+        placement = tuple(ServerPart(server, next(self._keys), start, stop) for server, start, stop in parts)
         programs = [_rows_program(table, p, i, self.servers.platforms) for i, p in enumerate(placement)]
         self.servers.ask(
             ParameterServer.make,
@@ -401,7 +401,7 @@ class Homes:
     def _move(self, variable: Variable, parts: Sequence[tuple[int, int, int | None]]) -> None:
         """Sends the value of a variable to the servers. A part is the index of a server, and its first and last row."""
         array = np.asarray(compat.raw_value(variable))
-        placement = tuple(Part(server, next(self._keys), start, stop) for server, start, stop in parts)
+        placement = tuple(ServerPart(server, next(self._keys), start, stop) for server, start, stop in parts)
         sent = ((p.server, {p.key: p.of(array)}, labels_of(variable, p)) for p in placement)
         self.servers.ask(ParameterServer.put, *sent)
         self._settle(variable, placement)
@@ -496,7 +496,7 @@ def _is_unmade(variable: Variable) -> bool:
     return compat.initializer_of(variable) is not None and compat.raw_value(variable) is None
 
 
-def _rows_program(table: Variable, part: Part, number: int, platforms: Sequence[str]) -> bytes:
+def _rows_program(table: Variable, part: ServerPart, number: int, platforms: Sequence[str]) -> bytes:
     """Returns a serialized program that initializes one server's rows of a table."""
     initializer = compat.initializer_of(table)
     assert initializer is not None

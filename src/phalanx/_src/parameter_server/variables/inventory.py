@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from phalanx._src import compat
 from phalanx._src.compat import Variable
-from phalanx._src.parameter_server.remote.plans import Inventory, Label, Part, Placement, VariableId
+from phalanx._src.parameter_server.remote.plans import Inventory, Label, Placement, ServerPart, VariableId
 from phalanx._src.programs.identity import IdentityMap
 
 
-class Stored(NamedTuple):
+class ServedVariable(NamedTuple):
     """A variable that servers hold.
 
     Args:
@@ -29,12 +29,12 @@ def id_of(variable: Variable) -> VariableId:
     return VariableId(variable.path, number, tuple(variable.shape), compat.dtype_of(variable))
 
 
-def labels_of(variable: Variable, part: Part) -> dict[int, Label]:
+def labels_of(variable: Variable, part: ServerPart) -> dict[int, Label]:
     """Returns the label of a part by its key. Metrics have none, because they begin again with each start."""
     return {} if compat.is_of_metric(variable) else {part.key: Label(id_of(variable), part.start, part.stop)}
 
 
-def stored_in(inventories: Sequence[Inventory]) -> dict[VariableId, Stored]:
+def stored_in(inventories: Sequence[Inventory]) -> dict[VariableId, ServedVariable]:
     """Returns the variables that servers hold completely.
 
     Args:
@@ -48,15 +48,15 @@ def stored_in(inventories: Sequence[Inventory]) -> dict[VariableId, Stored]:
       {}
     """
     holders: dict[int, tuple[int, ...]] = {}
-    parts: dict[VariableId, list[Part]] = defaultdict(list)
+    parts: dict[VariableId, list[ServerPart]] = defaultdict(list)
     for server, inventory in enumerate(inventories):
         for key, label in inventory.labels.items():
             if key not in holders:
-                parts[label.variable].append(Part(server, key, label.start, label.stop))
+                parts[label.variable].append(ServerPart(server, key, label.start, label.stop))
             holders[key] = (*holders.get(key, ()), server)
     placements = {variable: tuple(sorted(found, key=lambda p: p.start)) for variable, found in parts.items()}
     return {
-        variable: Stored(placement, {part.key: holders[part.key] for part in placement})
+        variable: ServedVariable(placement, {part.key: holders[part.key] for part in placement})
         for variable, placement in placements.items()
         if _is_complete(variable, placement)
     }

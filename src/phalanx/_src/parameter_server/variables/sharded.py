@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from phalanx._src.compat import Variable, dtype_of
-from phalanx._src.parameter_server.remote.plans import Part
+from phalanx._src.parameter_server.remote.plans import ServerPart
 from phalanx._src.parameter_server.variables.homes import Homes, homes_of
 from phalanx.errors import InvalidArgumentError, shown
 
@@ -29,7 +29,7 @@ class Shard:
     start: int
     stop: int
     _variable: Variable
-    _part: Part
+    _part: ServerPart
     _homes: Homes
 
     @property

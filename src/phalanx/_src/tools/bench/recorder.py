@@ -19,7 +19,7 @@ from phalanx._src.programs.before_steps import watchers
 from phalanx._src.programs.program import Call
 from phalanx._src.tools.bench.session import TOO_FEW
 from phalanx._src.tools.bench.timeline import Moments
-from phalanx._src.tools.estimate.step import Step
+from phalanx._src.tools.estimate.step import FirstStep
 from phalanx.errors import PhalanxError
 
 
@@ -28,7 +28,7 @@ class _Enough(BaseException):
 
 
 @final
-class Recorder:
+class MomentRecorder:
     """Hears of all training steps of this process.
 
     Args:
@@ -49,11 +49,11 @@ class Recorder:
         return len(self._calls)
 
     def note_own_part(self, replica: int, rows: int) -> None:
-        """See `own_rows.Listener`."""
+        """See `own_rows.StepObserver`."""
         self._own.setdefault(str(replica), []).append(time.monotonic())
 
     def note_end(self, replica: int) -> None:
-        """See `own_rows.Listener`."""
+        """See `own_rows.StepObserver`."""
         self._ends.setdefault(str(replica), []).append(time.monotonic())
 
     def note_wait(self, began_s: float, ended_s: float) -> None:
@@ -73,7 +73,7 @@ class Recorder:
         finish()
         strategy: Any = call.program.strategy
         topology = strategy.topology
-        each = Step(call, strategy).num_rows
+        each = FirstStep(call, strategy).num_rows
         rows = None if each is None else each * topology.num_replicas
         moments = Moments(
             topology.worker_index,
@@ -104,7 +104,7 @@ def main(steps: str, path: str, kind: str, target: str, *arguments: str) -> int:
     Returns:
       The exit code.
     """
-    recorder = Recorder(int(steps), Path(path))
+    recorder = MomentRecorder(int(steps), Path(path))
     own_rows.listeners.append(recorder)
     watchers.append(recorder.watch)
     iterator.waits.append(recorder.note_wait)

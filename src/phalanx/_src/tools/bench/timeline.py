@@ -44,7 +44,7 @@ class Moments:
 
 
 @dataclass(frozen=True)
-class Parts:
+class StepParts:
     """The time of a step in seconds, and its parts, which add up to it. Means over the replicas.
 
     Args:
@@ -67,10 +67,10 @@ class Parts:
         return self.input + self.host + self.compute + self.wait + self.exchange
 
 
-NAMES = tuple(f.name for f in fields(Parts))
+NAMES = tuple(f.name for f in fields(StepParts))
 
 
-def parts_of(processes: Sequence[Moments], first: int) -> tuple[list[Parts], dict[int, float]]:
+def parts_of(processes: Sequence[Moments], first: int) -> tuple[list[StepParts], dict[int, float]]:
     """Returns the parts of the steps of all processes, and by how many seconds each rank is later than the others on average.
 
     Args:
@@ -81,7 +81,7 @@ def parts_of(processes: Sequence[Moments], first: int) -> tuple[list[Parts], dic
     for number in range(first, min(p.num_steps for p in processes)):
         latest_s = max(own[number] for p in processes for own in p.own.values())
         found = [_parts(p, replica, number, latest_s) for p in processes for replica in p.own]
-        steps.append(Parts(*(statistics.mean(getattr(x, name) for x in found) for name in NAMES)))
+        steps.append(StepParts(*(statistics.mean(getattr(x, name) for x in found) for name in NAMES)))
         own = {p.rank: max(times[number] for times in p.own.values()) for p in processes}
         for rank, at_s in own.items():
             others = [x for r, x in own.items() if r != rank]
@@ -89,7 +89,7 @@ def parts_of(processes: Sequence[Moments], first: int) -> tuple[list[Parts], dic
     return steps, {rank: statistics.mean(values) for rank, values in late.items()}
 
 
-def _parts(process: Moments, replica: str, number: int, latest_s: float) -> Parts:
+def _parts(process: Moments, replica: str, number: int, latest_s: float) -> StepParts:
     own_s, ends = process.own[replica][number], process.ends[replica]
     before_s, end_s = ends[number - 1], ends[number]
     # The call may have come while the step before was still running, or it may be a call of several steps.
@@ -97,7 +97,7 @@ def _parts(process: Moments, replica: str, number: int, latest_s: float) -> Part
     began_s = min(max(process.calls[call] if call >= 0 else before_s, before_s), own_s)
     read_s = sum(_overlap(before_s, began_s, *wait) for wait in _within(process.waits, before_s, began_s))
     wait_s = max(0.0, min(latest_s, end_s) - own_s)
-    return Parts(read_s, began_s - before_s - read_s, own_s - began_s, wait_s, max(0.0, end_s - own_s - wait_s))
+    return StepParts(read_s, began_s - before_s - read_s, own_s - began_s, wait_s, max(0.0, end_s - own_s - wait_s))
 
 
 def _within(waits: Sequence[tuple[float, float]], start_s: float, stop_s: float) -> Sequence[tuple[float, float]]:

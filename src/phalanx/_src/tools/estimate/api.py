@@ -11,7 +11,7 @@ from typing import Any, final
 from phalanx._src.mesh.layout import AbstractLayout, fully_sharded
 from phalanx._src.tools.estimate import report, roofline, targets
 from phalanx._src.tools.estimate.prediction import Estimate
-from phalanx._src.tools.estimate.step import Compiled, Lowered, Step, at_first_step, compiled
+from phalanx._src.tools.estimate.step import Compiled, FirstStep, Lowered, at_first_step, compiled
 from phalanx._src.tools.estimate.targets import Target
 from phalanx.errors import arguments
 
@@ -110,7 +110,7 @@ def estimate(train: Callable[[], Any], topologies: Sequence[str]) -> Estimates:
     return at_first_step(train, lambda step: predicted(step, wanted))
 
 
-def predicted(step: Step, wanted: Sequence[Target]) -> Estimates:
+def predicted(step: FirstStep, wanted: Sequence[Target]) -> Estimates:
     """Compiles a step for several targets, and predicts it for each."""
     places = [(target, target.devices()) for target in wanted]
     # XLA compiles without the GIL, so that two compilers keep two cores busy.
@@ -122,7 +122,9 @@ def predicted(step: Step, wanted: Sequence[Target]) -> Estimates:
     return Estimates(step.name, [_advised(step, target, e) for e, (target, _) in zip(rows, places, strict=True)])
 
 
-def _estimate(step: Step, target: Target, lowered: Lowered, result: Compiled, num_rows: int | None = None) -> Estimate:
+def _estimate(
+    step: FirstStep, target: Target, lowered: Lowered, result: Compiled, num_rows: int | None = None
+) -> Estimate:
     collectives = () if result.program is None else tuple(result.program.collectives)
     chip, devices = target.chip, lowered.devices
     return Estimate(
@@ -145,7 +147,7 @@ def _estimate(step: Step, target: Target, lowered: Lowered, result: Compiled, nu
     )
 
 
-def _advised(step: Step, target: Target, found: Estimate) -> Estimate:
+def _advised(step: FirstStep, target: Target, found: Estimate) -> Estimate:
     """Returns an estimate with advice if the step does not fit. What it advises has been compiled, and fits."""
     if found.fits:
         return found
@@ -158,7 +160,7 @@ def _advised(step: Step, target: Target, found: Estimate) -> Estimate:
     return found
 
 
-def _remedies(step: Step, found: Estimate) -> Iterator[tuple[str, AbstractLayout | None, int | None]]:
+def _remedies(step: FirstStep, found: Estimate) -> Iterator[tuple[str, AbstractLayout | None, int | None]]:
     """Yields what may make a step fit: words, layout and rows per replica."""
     layouts: list[tuple[str, AbstractLayout | None]] = [("", step.layout)]
     if step.layout is None and found.num_replicas > 1:

@@ -77,7 +77,7 @@ class _Operation:
 
 
 @dataclass
-class Program:
+class HloProgram:
     """What the text of a compiled program says.
 
     Args:

@@ -20,7 +20,7 @@ from phalanx._src.programs.before_steps import watchers
 from phalanx._src.programs.program import Call
 from phalanx._src.strategies.synchronous import SynchronousStrategy
 from phalanx._src.tools.estimate import flops
-from phalanx._src.tools.estimate.hlo import Program
+from phalanx._src.tools.estimate.hlo import HloProgram
 from phalanx._src.tracing.structure import Arguments, converting
 from phalanx._src.typed_jax import shape_dtype
 from phalanx.errors import InvalidArgumentError, TraceError
@@ -73,7 +73,7 @@ class Compiled(NamedTuple):
     memory: Memory
     flops: float
     num_bytes: float
-    program: Program | None
+    program: HloProgram | None
     seconds: float
 
 
@@ -82,7 +82,7 @@ class _Reached(BaseException):
 
 
 @dataclass(frozen=True)
-class Step:
+class FirstStep:
     """The first step of a training, which has not run.
 
     Args:
@@ -149,7 +149,7 @@ class Step:
         return [x for a in given for x, is_sharded in zip(a.arrays, a.sharded, strict=True) if is_sharded]
 
 
-def at_first_step(train: Callable[[], Any], use: Callable[[Step], T]) -> T:
+def at_first_step(train: Callable[[], Any], use: Callable[[FirstStep], T]) -> T:
     """Calls `train`, stops it before its first training step, and returns `use(step)`.
 
     Raises:
@@ -170,7 +170,7 @@ def at_first_step(train: Callable[[], Any], use: Callable[[Step], T]) -> T:
             )
         # Here and not after `train` has ended, when its model may be gone.
         watchers.remove(watch)
-        results.append(use(Step(call, strategy)))
+        results.append(use(FirstStep(call, strategy)))
         raise _Reached
 
     watchers.append(watch)
@@ -210,7 +210,7 @@ def compiled(lowered: Lowered) -> Compiled:
             raise
         peak = int(float(used[1]) * _UNITS[used[2]])
         return Compiled(Memory(0, 0, peak, 0), lowered.counted_flops, 0.0, None, time.perf_counter() - start)
-    program, memory = Program(found.as_text() or ""), found.memory_analysis()
+    program, memory = HloProgram(found.as_text() or ""), found.memory_analysis()
     assert memory is not None
     # XLA counts the body of a loop once, however often it runs.
     costs = {} if program.num_loops else found.cost_analysis() or {}

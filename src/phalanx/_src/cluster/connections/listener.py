@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A port that only processes with the secret of the cluster get through.
+"""Authenticated connections: both ends prove that they know the secret of the cluster before anything else is sent.
 
-The host, who listens, sends a nonce. The guest answers with a nonce of its own, its hello, and a proof that it knows the secret. The
-host then proves the same. Both proofs contain both nonces, so that neither can be used again. All messages are lines of JSON. Uses
-the standard library only.
+The server sends a nonce. The client answers with a nonce of its own, its hello, and a proof that it knows the secret. The server then
+proves the same. Both proofs contain both nonces, so that neither can be replayed. All messages are lines of JSON. Uses the standard
+library only.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from phalanx.errors import StartupError
 
 _HELLO_S = 5.0
 _MIN_BACKLOG = 128
-_MOST_STRANGERS = 256
+_MOST_PENDING = 256
 _AT_ONCE = 32
 _LONGEST_LINE = 1 << 16
 _CONNECT_S = 2.0
@@ -35,12 +35,12 @@ RETRY_S = 0.1
 
 
 @dataclass(frozen=True)
-class Guest:
-    """A process that has proved that it knows the secret.
+class Connection:
+    """A connection whose client has proved that it knows the secret.
 
     Attributes:
-      connection: the connection to it, which blocks.
-      hello: what it said.
+      connection: the socket, which blocks.
+      hello: the first message of the client.
     """
 
     connection: socket.socket
@@ -52,8 +52,8 @@ class Guest:
 
 
 @dataclass
-class _Stranger:
-    """A process that has connected and proved nothing yet."""
+class _PendingConnection:
+    """A connection whose client has proved nothing yet."""
 
     connection: socket.socket
     nonce: str
@@ -62,8 +62,8 @@ class _Stranger:
 
 
 @dataclass
-class Line:
-    """An open connection that carries messages as lines of JSON."""
+class MessageStream:
+    """An authenticated connection that carries messages as lines of JSON."""
 
     connection: socket.socket
     _read: bytes = field(default=b"", init=False)
@@ -99,15 +99,15 @@ class Line:
 
 
 @final
-class Door:
-    """Listens at an address, and lets in who knows the secret.
+class Listener:
+    """Listens at an address, and accepts clients that know the secret.
 
-    Nobody else can hold it up: it waits for all connections at once, and closes those that say nothing in time, or too much.
+    Unauthenticated clients cannot block it: it waits for all connections at once, and drops handshakes that are silent or oversized.
 
     Args:
       address: `host:port` to listen at.
       secret: the secret of the cluster.
-      size: number of guests that may come at the same time.
+      size: number of clients that may connect at the same time.
 
     Attributes:
       refused: number of connections whose proof was wrong.
@@ -121,8 +121,8 @@ class Door:
         self._server = listen(address, max(_MIN_BACKLOG, size))
         self._server.setblocking(False)
         self._secret, self.refused = secret, 0
-        self._most = max(_MOST_STRANGERS, 2 * size)
-        self._strangers: dict[int, _Stranger] = {}
+        self._most = max(_MOST_PENDING, 2 * size)
+        self._pending: dict[int, _PendingConnection] = {}
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._server, selectors.EVENT_READ, None)
 
@@ -130,26 +130,26 @@ class Door:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for stranger in list(self._strangers.values()):
-            self._drop(stranger)
+        for pending in list(self._pending.values()):
+            self._drop(pending)
         self._selector.close()
         self._server.close()
 
     @property
     def fileno(self) -> int:
-        """A file descriptor that is ready when `guests` has something to do."""
+        """A file descriptor that is ready when `accepted` has something to do."""
         return self._selector.fileno()
 
-    def guests(self, timeout_s: float) -> list[Guest]:
-        """Returns those who have proved that they know the secret. Waits up to `timeout_s` seconds for the next event."""
+    def accepted(self, timeout_s: float) -> list[Connection]:
+        """Returns the connections that have been authenticated. Waits up to `timeout_s` seconds for the next event."""
         now_s = time.monotonic()
         while (oldest := self._oldest()) and oldest.until_s <= now_s:
             self._drop(oldest)
         if oldest:
             timeout_s = min(timeout_s, oldest.until_s - now_s)
         ready = [key.data for key, _ in self._selector.select(max(0.0, timeout_s))]
-        # In a flood of connections, those that have spoken must not make room for new ones.
-        found = [guest for stranger in ready if stranger for guest in self._hear(stranger)]
+        # In a flood of connections, those whose answer has arrived must not be dropped for new ones.
+        found = [peer for pending in ready if pending for peer in self._hear(pending)]
         if None in ready:
             self._open()
         return found
@@ -164,71 +164,71 @@ class Door:
             except OSError:  # No file descriptor is left, or the other end has gone already.
                 self._make_room()
                 continue
-            if len(self._strangers) >= self._most:
+            if len(self._pending) >= self._most:
                 self._make_room()
-            stranger = _Stranger(connection, secrets.token_hex(16), time.monotonic() + _HELLO_S)
+            pending = _PendingConnection(connection, secrets.token_hex(16), time.monotonic() + _HELLO_S)
             connection.setblocking(False)
-            self._strangers[connection.fileno()] = stranger
-            self._selector.register(connection, selectors.EVENT_READ, stranger)
-            send(connection, {"nonce": stranger.nonce})
+            self._pending[connection.fileno()] = pending
+            self._selector.register(connection, selectors.EVENT_READ, pending)
+            send(connection, {"nonce": pending.nonce})
 
     def _make_room(self) -> None:
         if oldest := self._oldest():
             self._drop(oldest)
 
-    def _oldest(self) -> _Stranger | None:
-        """Returns the stranger who has waited longest, who is the first one of the dict."""
-        return next(iter(self._strangers.values()), None)
+    def _oldest(self) -> _PendingConnection | None:
+        """Returns the pending connection that has waited longest: the first one of the dict."""
+        return next(iter(self._pending.values()), None)
 
-    def _hear(self, stranger: _Stranger) -> list[Guest]:
-        """Returns the guest that a stranger has proved to be, if it has."""
+    def _hear(self, pending: _PendingConnection) -> list[Connection]:
+        """Reads what a pending connection has sent. Returns the connection, if it is authenticated now."""
         try:
-            new = stranger.connection.recv(_LONGEST_LINE)
+            new = pending.connection.recv(_LONGEST_LINE)
         except BlockingIOError:
             return []
         except OSError:
             new = b""
-        stranger.text += new
-        if new and b"\n" not in stranger.text and len(stranger.text) < _LONGEST_LINE:
+        pending.text += new
+        if new and b"\n" not in pending.text and len(pending.text) < _LONGEST_LINE:
             return []
-        # A guest says nothing more until it is let in, so no byte after the line is lost.
-        message = parsed(stranger.text)
+        # A client sends nothing more until the server has answered, so no byte after the line is lost.
+        message = parsed(pending.text)
         own, text = message.get("nonce"), message.get("hello")
         if not isinstance(own, str) or not isinstance(text, str):
-            self._drop(stranger)
+            self._drop(pending)
             return []
-        nonces = stranger.nonce, own
-        if not self._secret.proves(message.get("proof"), "guest", *nonces, text):
+        nonces = pending.nonce, own
+        if not self._secret.proves(message.get("proof"), "client", *nonces, text):
             self.refused += 1
-            send(stranger.connection, {"refused": True})
-            self._drop(stranger)
+            send(pending.connection, {"refused": True})
+            self._drop(pending)
             return []
-        self._forget(stranger)
-        stranger.connection.setblocking(True)
-        send(stranger.connection, {"proof": self._secret.proof("host", *nonces)})
-        return [Guest(stranger.connection, parsed(text.encode()))]
+        self._forget(pending)
+        pending.connection.setblocking(True)
+        send(pending.connection, {"proof": self._secret.proof("server", *nonces)})
+        return [Connection(pending.connection, parsed(text.encode()))]
 
-    def _drop(self, stranger: _Stranger) -> None:
-        self._forget(stranger)
-        stranger.connection.close()
+    def _drop(self, pending: _PendingConnection) -> None:
+        self._forget(pending)
+        pending.connection.close()
 
-    def _forget(self, stranger: _Stranger) -> None:
-        self._selector.unregister(stranger.connection)
-        del self._strangers[stranger.connection.fileno()]
+    def _forget(self, pending: _PendingConnection) -> None:
+        self._selector.unregister(pending.connection)
+        del self._pending[pending.connection.fileno()]
 
 
-def knock(connection: socket.socket, secret: Secret, hello: Mapping[str, Any], timeout_s: float) -> bytes | None:
-    """Asks a host to let this process in.
+def handshake(connection: socket.socket, secret: Secret, hello: Mapping[str, Any], timeout_s: float) -> bytes | None:
+    """Authenticates this process to a server, and the server to this process.
 
     Args:
-      connection: a new connection to the host.
+      connection: a new connection to the server.
       secret: the secret of the cluster.
-      hello: what the host must know of this process.
-      timeout_s: time to wait for the host, in seconds.
+      hello: the first message to the server.
+      timeout_s: time to wait for the server, in seconds.
 
     Returns:
-      None if both ends have proved that they know the secret. Otherwise the bytes that the host sent instead. There are none if it closed
-      the connection or was silent, and another program sends bytes of its own.
+      None if both ends have proved that they know the secret. Otherwise the bytes that the server sent instead: none if it closed the
+      connection or was silent.
 
     Raises:
       StartupError: only one of the two ends knows the secret.
@@ -238,10 +238,10 @@ def knock(connection: socket.socket, secret: Secret, hello: Mapping[str, Any], t
     nonce, own, text = parsed(line).get("nonce"), secrets.token_hex(16), json.dumps(hello)
     if not isinstance(nonce, str):
         return line
-    send(connection, {"nonce": own, "hello": text, "proof": secret.proof("guest", nonce, own, text)})
+    send(connection, {"nonce": own, "hello": text, "proof": secret.proof("client", nonce, own, text)})
     line = read_line(connection, deadline_s)
     answer = parsed(line)
-    if secret.proves(answer.get("proof"), "host", nonce, own):
+    if secret.proves(answer.get("proof"), "server", nonce, own):
         return None
     if answer:
         raise StartupError(

@@ -1,4 +1,4 @@
-"""The door of a cluster, with real sockets: guests come in, and strangers neither come in nor hold it up."""
+"""The door of a cluster, with real sockets: peers come in, and strangers neither come in nor hold it up."""
 
 import json
 import socket
@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from phalanx._src.cluster.connections import door as door_module
-from phalanx._src.cluster.connections.door import Door, knock, read_line
+from phalanx._src.cluster.connections import listener as listener_module
+from phalanx._src.cluster.connections.listener import Listener, handshake, read_line
 from phalanx._src.cluster.connections.secret import Secret
 from phalanx._src.launch.plan import free_ports
 from phalanx.errors import StartupError
@@ -25,9 +25,9 @@ def address():
 
 
 @pytest.fixture
-def door(address):
-    with Door(address, SECRET, size=2) as door:
-        yield door
+def listener(address):
+    with Listener(address, SECRET, size=2) as listener:
+        yield listener
 
 
 def connection_to(address):
@@ -35,28 +35,28 @@ def connection_to(address):
     return socket.create_connection((host, int(port)), timeout=DEADLINE_S)
 
 
-def enters(door, address, secret=SECRET):
-    """The guest that comes now, while the door is open."""
+def enters(listener, address, secret=SECRET):
+    """The peer that comes now, while the door is open."""
     with connection_to(address) as asking, ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(knock, asking, secret, HELLO, DEADLINE_S)
-        guests = []
-        while not guests and not asked.done():
-            guests = door.guests(0.05)
+        asked = pool.submit(handshake, asking, secret, HELLO, DEADLINE_S)
+        peers = []
+        while not peers and not asked.done():
+            peers = listener.accepted(0.05)
         assert asked.result() is None
-        return guests[0]
+        return peers[0]
 
 
-def test_guest_with_the_secret(door, address):
+def test_client_with_the_secret(listener, address):
     """Its hello arrives, and both ends may then say what they like."""
-    guest = enters(door, address)
-    assert guest.hello == HELLO
-    guest.connection.close()
+    peer = enters(listener, address)
+    assert peer.hello == HELLO
+    peer.connection.close()
 
 
-def test_guest_with_another_secret(door, address):
+def test_client_with_another_secret(listener, address):
     with pytest.raises(StartupError, match="has another secret"):
-        enters(door, address, Secret("another secret of a cluster"))
-    assert door.refused == 1
+        enters(listener, address, Secret("another secret of a cluster"))
+    assert listener.refused == 1
 
 
 def answering(said):
@@ -67,39 +67,39 @@ def answering(said):
     return ours, theirs
 
 
-def test_host_without_the_secret():
-    """One that lets in everybody does not know the secret: the guest goes away."""
+def test_server_without_the_secret():
+    """One that accepts everybody does not know the secret: the client goes away."""
     ours, theirs = answering(b'{"nonce": "00"}\n{"proof": "00"}\n')
     with ours, theirs, pytest.raises(StartupError, match="has another secret"):
-        knock(ours, SECRET, HELLO, DEADLINE_S)
+        handshake(ours, SECRET, HELLO, DEADLINE_S)
 
 
-def greeting(guest, own="own"):
-    """The nonce of the host, and a valid answer to it."""
-    nonce, hello = json.loads(read_line(guest, time.monotonic() + DEADLINE_S))["nonce"], json.dumps(HELLO)
-    proof = SECRET.proof("guest", nonce, own, hello)
+def greeting(peer, own="own"):
+    """The nonce of the server, and a valid answer to it."""
+    nonce, hello = json.loads(read_line(peer, time.monotonic() + DEADLINE_S))["nonce"], json.dumps(HELLO)
+    proof = SECRET.proof("client", nonce, own, hello)
     return nonce, json.dumps({"nonce": own, "hello": hello, "proof": proof}).encode() + b"\n"
 
 
-def test_host_that_was_recorded(door, address):
-    """What a host has said to another guest proves nothing to this one."""
+def test_server_that_was_recorded(listener, address):
+    """What a server has sent to another client proves nothing to this one."""
     with connection_to(address) as other:
-        door.guests(DEADLINE_S)
+        listener.accepted(DEADLINE_S)
         nonce, answer = greeting(other)
         other.sendall(answer)
-        (guest,) = door.guests(DEADLINE_S)
+        (peer,) = listener.accepted(DEADLINE_S)
         proof = read_line(other, time.monotonic() + DEADLINE_S)
-        guest.connection.close()
+        peer.connection.close()
     ours, theirs = answering(json.dumps({"nonce": nonce}).encode() + b"\n" + proof)
     with ours, theirs, pytest.raises(StartupError, match="has another secret"):
-        knock(ours, SECRET, HELLO, DEADLINE_S)
+        handshake(ours, SECRET, HELLO, DEADLINE_S)
 
 
-def test_host_that_reflects_the_proof_of_the_guest():
-    """A guest's proof is none of a host, although both know the same secret."""
+def test_server_that_reflects_the_proof_of_the_client():
+    """The proof of a client is none of a server, although both know the secret."""
     ours, theirs = answering(b'{"nonce": "same"}\n')
     with ours, theirs, ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(knock, ours, SECRET, HELLO, DEADLINE_S)
+        asked = pool.submit(handshake, ours, SECRET, HELLO, DEADLINE_S)
         proof = json.loads(read_line(theirs, time.monotonic() + DEADLINE_S))["proof"]
         theirs.sendall(json.dumps({"proof": proof}).encode() + b"\n")
         with pytest.raises(StartupError, match="has another secret"):
@@ -107,18 +107,18 @@ def test_host_that_reflects_the_proof_of_the_guest():
 
 
 @pytest.mark.parametrize("said", [b'{"nonce": "\\ud800"}', b"SSH-2.0-OpenSSH", b"[" * 60_000])
-def test_host_that_says_garbage(said):
+def test_server_that_says_garbage(said):
     ours, theirs = answering(said + b"\n")
     with ours, theirs:
-        assert knock(ours, SECRET, HELLO, DEADLINE_S).startswith(said[:10])
+        assert handshake(ours, SECRET, HELLO, DEADLINE_S).startswith(said[:10])
 
 
-def test_host_that_speaks_slowly():
+def test_server_that_speaks_slowly():
     """The time limit is that of the whole answer, not of each byte."""
     ours, theirs = answering(b"{")
     with ours, theirs, ThreadPoolExecutor(1) as pool:
         deadline = time.monotonic() + DEADLINE_S
-        asked = pool.submit(knock, ours, SECRET, HELLO, 0.3)
+        asked = pool.submit(handshake, ours, SECRET, HELLO, 0.3)
         while not asked.done():
             theirs.sendall(b"x")
             time.sleep(0.05)
@@ -126,17 +126,17 @@ def test_host_that_speaks_slowly():
         assert asked.result().startswith(b"{x")
 
 
-def test_proof_of_another_connection(door, address):
+def test_proof_of_another_connection(listener, address):
     """A proof is good for one connection: who has overheard it cannot use it again."""
     with connection_to(address) as first, connection_to(address) as second:
-        door.guests(DEADLINE_S)
+        listener.accepted(DEADLINE_S)
         _, overheard = greeting(first)
         second.sendall(overheard)
-        assert door.guests(DEADLINE_S) == []
-        assert door.refused == 1
+        assert listener.accepted(DEADLINE_S) == []
+        assert listener.refused == 1
         first.sendall(overheard)
-        (guest,) = door.guests(DEADLINE_S)
-        guest.connection.close()
+        (peer,) = listener.accepted(DEADLINE_S)
+        peer.connection.close()
 
 
 @pytest.mark.parametrize(
@@ -155,54 +155,54 @@ def test_proof_of_another_connection(door, address):
         b"x" * (1 << 17),
     ],
 )
-def test_garbage_is_closed(door, address, said):
-    """Whatever a stranger sends, it does not come in, and the next guest does."""
-    with connection_to(address) as stranger:
-        stranger.sendall(said)
+def test_garbage_is_closed(listener, address, said):
+    """Whatever a pending sends, it does not come in, and the next peer does."""
+    with connection_to(address) as pending:
+        pending.sendall(said)
         deadline, is_closed = time.monotonic() + DEADLINE_S, False
         while not is_closed:
-            assert door.guests(0.05) == []
+            assert listener.accepted(0.05) == []
             assert time.monotonic() < deadline
-            is_closed = not door._strangers
-    enters(door, address).connection.close()
+            is_closed = not listener._pending
+    enters(listener, address).connection.close()
 
 
-def test_hello_in_pieces(door, address):
+def test_hello_in_pieces(listener, address):
     """It counts once its line is complete."""
-    with connection_to(address) as guest:
-        door.guests(DEADLINE_S)
-        _, whole = greeting(guest)
-        guest.sendall(whole[:20])
-        assert door.guests(DEADLINE_S) == []
-        guest.sendall(whole[20:])
-        (found,) = door.guests(DEADLINE_S)
+    with connection_to(address) as peer:
+        listener.accepted(DEADLINE_S)
+        _, whole = greeting(peer)
+        peer.sendall(whole[:20])
+        assert listener.accepted(DEADLINE_S) == []
+        peer.sendall(whole[20:])
+        (found,) = listener.accepted(DEADLINE_S)
         found.connection.close()
 
 
-def test_silent_strangers_are_closed_in_time(door, address, monkeypatch):
+def test_silent_connections_are_closed_in_time(listener, address, monkeypatch):
     """Their time is over although nobody else comes."""
-    monkeypatch.setattr(door_module, "_HELLO_S", 0.1)
-    with connection_to(address) as stranger:
-        door.guests(DEADLINE_S)
+    monkeypatch.setattr(listener_module, "_HELLO_S", 0.1)
+    with connection_to(address) as pending:
+        listener.accepted(DEADLINE_S)
         deadline = time.monotonic() + DEADLINE_S
-        assert door.guests(2 * DEADLINE_S) == []
-        while door._strangers:
-            assert door.guests(0) == []
+        assert listener.accepted(2 * DEADLINE_S) == []
+        while listener._pending:
+            assert listener.accepted(0) == []
             assert time.monotonic() < deadline
-        read_line(stranger, deadline)
-        assert stranger.recv(1) == b""
+        read_line(pending, deadline)
+        assert pending.recv(1) == b""
 
 
-def test_crowd_of_silent_strangers(door, address):
-    """The oldest of them make room, so that a guest comes in."""
+def test_crowd_of_silent_connections(listener, address):
+    """The oldest of them make room, so that a peer comes in."""
     crowd = []
     try:
         for _ in range(400):
             crowd.append(connection_to(address))
-            door.guests(0)
-        assert len(door._strangers) > 200
-        assert len(door._strangers) <= 256
-        enters(door, address).connection.close()
+            listener.accepted(0)
+        assert len(listener._pending) > 200
+        assert len(listener._pending) <= 256
+        enters(listener, address).connection.close()
     finally:
-        for stranger in crowd:
-            stranger.close()
+        for pending in crowd:
+            pending.close()

@@ -11,10 +11,10 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from phalanx._src.cluster.connections.door import RETRY_S, expect_answers, knock, parsed, reach, send
+from phalanx._src.cluster.connections.listener import RETRY_S, expect_answers, handshake, parsed, reach, send
 from phalanx._src.cluster.connections.secret import secret_of
 from phalanx._src.cluster.resolvers.base import start_timeout_s
-from phalanx._src.launch.elastic.messages import Report, Standing
+from phalanx._src.launch.elastic.messages import GroupStatus, LauncherReport
 from phalanx._src.launch.plan import Machines
 from phalanx.errors import StartupError
 
@@ -22,7 +22,7 @@ _HELLO_S = 5.0
 
 
 @final
-class Outpost(threading.Thread):
+class RemoteRendezvous(threading.Thread):
     """The stand-in for a `Rendezvous` on the machines other than the first.
 
     Args:
@@ -41,13 +41,13 @@ class Outpost(threading.Thread):
         kill: Callable[[int, str], None],
         machines: Machines,
     ) -> None:
-        super().__init__(name="phalanx-outpost", daemon=True)
+        super().__init__(name="phalanx-rendezvous", daemon=True)
         self.address, self._kill = machines.address, kill
         self._secret, self._hello = secret_of([self.address], environment), {"machine": machines.index}
         self._connection = self._connected(start_timeout_s(environment))
-        self._told, self._standing = Report(), Standing()
+        self._told, self._standing = LauncherReport(), GroupStatus()
 
-    def report(self, report: Report) -> Standing:
+    def report(self, report: LauncherReport) -> GroupStatus:
         """See `AbstractRendezvous`."""
         if report != self._told:
             self._told = report
@@ -74,7 +74,7 @@ class Outpost(threading.Thread):
             self._kill(message["kill"], message["why"])
         elif message:
             gone, members = message.pop("gone"), tuple(message.pop("members"))
-            self._standing = Standing(**message, members=members, gone=None if gone is None else tuple(gone))
+            self._standing = GroupStatus(**message, members=members, gone=None if gone is None else tuple(gone))
 
     def _connected(self, timeout_s: float) -> socket.socket:
         deadline_s, cause = time.monotonic() + timeout_s, "it closes the connection"
@@ -94,7 +94,7 @@ class Outpost(threading.Thread):
     def _is_let_in(self, connection: socket.socket) -> bool:
         with ExitStack() as stack:
             stack.enter_context(connection)
-            if knock(connection, self._secret, self._hello, _HELLO_S) is not None:
+            if handshake(connection, self._secret, self._hello, _HELLO_S) is not None:
                 return False
             connection.settimeout(None)
             expect_answers(connection)
