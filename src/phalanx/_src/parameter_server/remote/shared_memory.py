@@ -55,7 +55,7 @@ class SharedMemoryConnection:
       pusher: the worker at one end. Both ends pass the same.
 
     Example:
-      >>> here, there = Line(Pusher(0, 0)), Line(Pusher(0, 0))
+      >>> here, there = SharedMemoryConnection(Pusher(0, 0)), SharedMemoryConnection(Pusher(0, 0))
       >>> sent = here.pack({"kernel": np.ones((200, 200))})
       >>> there.unpack(pickle.loads(pickle.dumps(sent)))["kernel"].sum()
       np.float64(40000.0)

@@ -43,7 +43,7 @@ def stored_in(inventories: Sequence[Inventory]) -> dict[VariableId, ServedVariab
     Example:
       >>> v = VariableId("dense/kernel", 0, (3, 2), "float32")
       >>> stored_in([Inventory({}, {4: Label(v, 0, 2)}), Inventory({}, {5: Label(v, 2, 3)})])[v].placement
-      (Part(server=0, key=4, start=0, stop=2), Part(server=1, key=5, start=2, stop=3))
+      (ServerPart(server=0, key=4, start=0, stop=2), ServerPart(server=1, key=5, start=2, stop=3))
       >>> stored_in([Inventory({}, {4: Label(v, 0, 2)}), Inventory({}, {})])
       {}
     """
