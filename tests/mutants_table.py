@@ -100,7 +100,7 @@ FAULTS = [
     Fault(
         "the proof of a server is not checked",
         "listener:handshake",
-        'if secret.proves(answer.get("proof"), "server", nonce, own):',
+        'if secret.proves(answer.get("proof"), "server", server_nonce, client_nonce):',
         'if answer.get("proof"):',
         "unit/cluster/connections/test_listener.py unit/cluster/connections/test_rollcall.py",
     ),
@@ -483,14 +483,14 @@ FAULTS = [
     Fault(
         "a value of the chief is counted once per device",
         "topology:Topology._broadcast",
-        "own[0] = value",
-        "own[:] = value",
+        "replica_values[0] = value",
+        "replica_values[:] = value",
         "cluster/test_multi_worker.py",
     ),
     Fault(
         "every process believes that it is the chief",
         "bootstrap:is_this_chief",
-        "return own.rank == 0",
+        "return watchdog.rank == 0",
         "return True",
         "unit/runtime/test_bootstrap.py cluster/test_multi_worker.py",
     ),

@@ -182,8 +182,8 @@ def _check_only(evaluator: Task) -> None:
 
 def _check_member(spec: ClusterSpec, task: Task) -> None:
     if task.type not in spec.jobs:
-        found = f"the cluster has the jobs {_list(spec.jobs)}." if spec else "the cluster is empty."
-        raise ClusterError(f"task {task}", found, f'"cluster": {{"{task.type}": ["host0:12345"]}}')
+        problem = f"the cluster has the jobs {_list(spec.jobs)}." if spec else "the cluster is empty."
+        raise ClusterError(f"task {task}", problem, f'"cluster": {{"{task.type}": ["host0:12345"]}}')
     indices = spec.task_indices(task.type)
     if task.index not in indices:
         first = f'"task": {{"type": "{task.type}", "index": {indices[0] if indices else 0}}}'
@@ -303,8 +303,8 @@ def parse_tf_config(text: str, *, task_type: str | None = None, task_id: int | N
     spec = ClusterSpec(cluster)
     _check_addresses(spec)
     chosen = {"type": task_type, "index": task_id}
-    given = {**_part(config, "task", _TASK_HINT), **{k: v for k, v in chosen.items() if v is not None}}
-    task = _task_of(given) if given or spec else None
+    task_fields = {**_part(config, "task", _TASK_HINT), **{k: v for k, v in chosen.items() if v is not None}}
+    task = _task_of(task_fields) if task_fields or spec else None
     check(spec, task)
     return TFConfig(spec, task, _text(config, "rpc_layer"), _text(config, "session_master"))
 
@@ -317,20 +317,20 @@ def _json_object(text: str) -> dict[str, Any]:
         config = json.loads(text, object_pairs_hook=_unique)
     except json.JSONDecodeError as error:
         near = text[max(error.pos - 20, 0) : error.pos + 20]
-        found = f"is not JSON: {error.msg} at character {error.pos}, near {near!r}."
-        raise ClusterError("TF_CONFIG", found, hint) from None
+        problem = f"is not JSON: {error.msg} at character {error.pos}, near {near!r}."
+        raise ClusterError("TF_CONFIG", problem, hint) from None
     if not isinstance(config, dict):
         raise ClusterError(f"TF_CONFIG={text:.80}", f"must be a JSON object, not {_kind(config)}.", hint)
     return config
 
 
 def _unique(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in fields:
             raise ClusterError(f"TF_CONFIG with {key!r} twice", "the second value would hide the first.", _CLUSTER_HINT)
-        found[key] = value
-    return found
+        fields[key] = value
+    return fields
 
 
 def _part(config: dict[str, Any], name: str, hint: str) -> dict[str, Any]:
@@ -347,24 +347,24 @@ def _text(config: dict[str, Any], name: str) -> str | None:
     return value or None
 
 
-def _task_of(given: dict[str, Any]) -> Task:
+def _task_of(fields: dict[str, Any]) -> Task:
     for key in ("type", "index"):
-        if key not in given:
-            found = (
-                f"the task has no {key!r}." if given else "it describes the cluster, but not the task of this process."
+        if key not in fields:
+            problem = (
+                f"the task has no {key!r}." if fields else "it describes the cluster, but not the task of this process."
             )
-            raise ClusterError("TF_CONFIG", found, _TASK_HINT)
-    kind, index = given["type"], given["index"]
+            raise ClusterError("TF_CONFIG", problem, _TASK_HINT)
+    kind, index = fields["type"], fields["index"]
     if not isinstance(kind, str):
         raise ClusterError(f'"type": {json.dumps(kind):.80}', f"must be a string, not {_kind(kind)}.", _TASK_HINT)
     return Task(kind, _index(f'"index": {json.dumps(index):.80}', index))
 
 
-def _index(asked: str, value: object) -> int:
+def _index(subject: str, value: object) -> int:
     if isinstance(value, str) and value.isdecimal():
         value = int(value)
     if not arguments.is_integer(value, least=0):
-        raise ClusterError(asked, "an index must be an integer, 0 or more.", _TASK_HINT)
+        raise ClusterError(subject, "an index must be an integer, 0 or more.", _TASK_HINT)
     return value
 
 
@@ -381,12 +381,12 @@ def _addresses_of(job: str, tasks: object) -> dict[int, str]:
             f'"{job}": {shown(tasks, 80)}', "must be a list of addresses, or a dict from index to address.", hint
         )
     items = tasks.items() if isinstance(tasks, Mapping) else enumerate(tasks)
-    found = {_index(f"index {shown(i)} of job {job!r}", i): a for i, a in items}
-    for i, address in found.items():
+    addresses = {_index(f"index {shown(i)} of job {job!r}", i): a for i, a in items}
+    for i, address in addresses.items():
         if not isinstance(address, str):
             hint = f'"{job}": ["host0:12345"]'
             raise ClusterTypeError(f"address {shown(address, 80)} of {job}:{i}", "must be a string.", hint)
-    return dict(sorted(found.items()))
+    return dict(sorted(addresses.items()))
 
 
 def host_and_port(address: str) -> tuple[str, int]:
@@ -407,14 +407,14 @@ def _check_addresses(spec: ClusterSpec) -> None:
         host, _, port = address.rpartition(":")
         # An IPv6 address has several colons, so brackets must separate it from the port.
         if not host or set(host) & set("/ ,") or (":" in host and not (host[0] == "[" and host[-1] == "]")):
-            found = "must be host:port, or [host]:port for an IPv6 address."
-            raise ClusterError(f"address {address!r} of {task}", found, f'"{task.type}": ["host0:12345"]')
+            problem = "must be host:port, or [host]:port for an IPv6 address."
+            raise ClusterError(f"address {address!r} of {task}", problem, f'"{task.type}": ["host0:12345"]')
         if not (port.isdecimal() and 0 < int(port) <= MAX_PORT):
-            found = f"its port {port!r} is not a number from 1 to {MAX_PORT}."
-            raise ClusterError(f"address {address!r} of {task}", found, f'"{task.type}": ["{host}:12345"]')
+            problem = f"its port {port!r} is not a number from 1 to {MAX_PORT}."
+            raise ClusterError(f"address {address!r} of {task}", problem, f'"{task.type}": ["{host}:12345"]')
         if address in seen:
-            found = f"{seen[address]} has it too, but each process needs its own address."
-            raise ClusterError(f"address {address!r} of {task}", found, _CLUSTER_HINT)
+            problem = f"{seen[address]} has it too, but each process needs its own address."
+            raise ClusterError(f"address {address!r} of {task}", problem, _CLUSTER_HINT)
         seen[address] = task
 
 

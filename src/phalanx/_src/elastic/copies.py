@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies of all variables in the memory of the host, from which a training goes on after the loss of a process."""
+"""Copies of all variables in the memory of the host, from which a training run continues after the loss of a process."""
 
 import hashlib
 import weakref
@@ -60,11 +60,11 @@ class Kind(NamedTuple):
 def kinds_of(values: Sequence[tuple[Variable, np.ndarray]]) -> list[Kind]:
     """Returns the kinds of variables, in their order."""
     seen: dict[str, int] = {}
-    found = []
+    kinds = []
     for variable, value in values:
         number = seen[variable.path] = seen.get(variable.path, -1) + 1
-        found.append(Kind(variable.path, number, value.shape, str(value.dtype)))
-    return found
+        kinds.append(Kind(variable.path, number, value.shape, str(value.dtype)))
+    return kinds
 
 
 def fingerprint(kinds: Sequence[Kind]) -> str:
@@ -73,18 +73,18 @@ def fingerprint(kinds: Sequence[Kind]) -> str:
 
 
 def taken_over(
-    values: Sequence[tuple[Variable, np.ndarray]], kinds: Sequence[Sequence[Any]], given: Sequence[Any]
+    values: Sequence[tuple[Variable, np.ndarray]], kinds: Sequence[Sequence[Any]], source_values: Sequence[Any]
 ) -> list[tuple[Variable, np.ndarray]]:
-    """Returns variables with the values of another process, as far as that one has them.
+    """Returns the variables with the values of another process. A variable that it does not have keeps its value.
 
     Args:
       values: the variables of this process.
       kinds: the kinds of the variables of the other process.
-      given: their values.
+      source_values: the values of these variables.
     """
-    theirs = {Kind(*kind): np.array(value) for kind, value in zip(kinds, given, strict=True)}
-    own = zip(values, kinds_of(values), strict=True)
-    return [(variable, theirs.get(kind, value)) for (variable, value), kind in own]
+    theirs = {Kind(*kind): np.array(value) for kind, value in zip(kinds, source_values, strict=True)}
+    pairs = zip(values, kinds_of(values), strict=True)
+    return [(variable, theirs.get(kind, value)) for (variable, value), kind in pairs]
 
 
 @dataclass(frozen=True)
@@ -172,8 +172,8 @@ class Copier:
 
 
 def others(copy: Copy) -> tuple[list[tuple[Variable, np.ndarray]], list[str]]:
-    """Returns the variables that a copy does not have with their present values, and the names of those that have lost theirs."""
-    found, lost = [], []
+    """Returns the present values of variables that a copy lacks, and the names of variables whose values are lost."""
+    uncopied_values, lost = [], []
     for variable, _ in _variables.items():
         array = compat.raw_value(variable)
         # A process that joins has made no step, so its copy has no weights that replicas train alone.
@@ -183,8 +183,8 @@ def others(copy: Copy) -> tuple[list[tuple[Variable, np.ndarray]], list[str]]:
         if array.is_deleted():
             lost.append(variable.path)
         else:
-            found.append((variable, np.array(array)))
-    return found, lost
+            uncopied_values.append((variable, np.array(array)))
+    return uncopied_values, lost
 
 
 def put_shares(copy: Copy, topology: Topology) -> None:

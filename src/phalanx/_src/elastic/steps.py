@@ -233,11 +233,11 @@ def _elastic_results(step: Callable[[Any], T], loop: _Loop, training: Training) 
 
 
 def _on_host(result: T) -> T:
-    """Returns a result whose arrays outlive the devices of the group, as far as this process has the whole of them."""
-    found: T = jax.tree.map(
+    """Returns a result with its fully replicated arrays on the host, so that they outlive the devices of the group."""
+    host_result: T = jax.tree.map(
         lambda x: np.asarray(x) if isinstance(x, jax.Array) and x.is_fully_replicated else x, result
     )
-    return found
+    return host_result
 
 
 def _try(step: Callable[[Any], Any], loop: _Loop) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One training of a process whose group may change: it keeps copies, leaves groups and enters them, and goes on."""
+"""One training run of a process whose group may change: it keeps copies, leaves and enters groups, and continues."""
 
 import gc
 import itertools
@@ -41,12 +41,12 @@ _COLLECT_AFTER = 3
 _calls = itertools.count()
 
 
-class GroupChange(Exception):  # noqa: N818  (It is no error.)
+class GroupChange(Exception):  # noqa: N818  (It is not an error.)
     """Raised between two steps on all processes, to form another group."""
 
 
 class Progress(Protocol):
-    """How far a training has come, apart from the variables."""
+    """The progress of a training run, apart from the variables."""
 
     @property
     def is_agreed(self) -> bool:
@@ -63,7 +63,7 @@ class Progress(Protocol):
         """Goes to a position."""
 
     def move(self, topology: Topology) -> None:
-        """Goes on with the devices of another group. `set_position` follows."""
+        """Continues with the devices of another group. `set_position` follows."""
 
 
 def training_of(strategy: Strategy, progress: Progress) -> "Training | None":
@@ -79,11 +79,11 @@ class Training:
 
     Args:
       strategy: the strategy.
-      progress: how far the training has come.
+      progress: the progress of the training run.
 
     Attributes:
       step: number of steps that it has made.
-      told: the epoch, and the number of its steps, of which the user's code has heard. Steps that are repeated say nothing.
+      told: the epoch, and the number of its steps, reported to the user's code. Repeated steps are not reported again.
       has_changed: whether this process is in a new group, which the caller has not taken note of yet.
     """
 
@@ -138,8 +138,8 @@ class Training:
 
     def _note(self, notice: str) -> None:
         self._member.is_leaving = True
-        if own := watch.own():
-            own.change_point.request(f"rank {own.rank} {notice}")
+        if watchdog := watch.own():
+            watchdog.change_point.request(f"rank {watchdog.rank} {notice}")
 
     @contextmanager
     def between_steps(self) -> Iterator[None]:
@@ -151,7 +151,7 @@ class Training:
             self._member.is_between_steps = False
 
     def finish(self) -> None:
-        """Waits for the other processes at the end, so that none of them goes on with a group that another one has to leave.
+        """Waits for the other processes at the end, so that none of them continues with a group that another one has to leave.
 
         Raises:
           PeerLostError: one of them was lost.
@@ -170,22 +170,22 @@ class Training:
         self._due = self.step + 1 if copy is None else self._next_due
 
     def begin_steps(self, end: int) -> bool:
-        """Notes that one or more steps begin. Call it when their batches have been read.
+        """Records that one or more steps begin. Call it when their batches have been read.
 
         Args:
           end: number of steps of the epoch when they are done.
 
         Returns:
-          Whether the user's code has not heard of them yet.
+          Whether these steps have not been reported to the user's code yet.
 
         Raises:
           GroupChange: all processes meet here to form another group.
         """
         self._is_inside = True
-        own = watch.own()
-        assert own is not None
-        self._clean = own.steps
-        if reason := own.change_point.is_reached():
+        watchdog = watch.own()
+        assert watchdog is not None
+        self._clean = watchdog.steps
+        if reason := watchdog.change_point.is_reached():
             raise GroupChange(reason)
         self._agree_on_copies()
         if self._is_due():
@@ -199,7 +199,7 @@ class Training:
         return (self.step // self._every + 1) * self._every
 
     def _agree_on_copies(self) -> None:
-        """Decides with the others how often to copy, so that after a loss all go on from a copy of the same step.
+        """Decides with the others how often to copy, so that after a loss all continue from a copy of the same step.
 
         They measure different times. Each time the number of steps has doubled, they take the longest interval.
         """
@@ -219,7 +219,7 @@ class Training:
         return bool(self._strategy.topology.exchange(np.array([is_due])).any())
 
     def end_steps(self, count: int = 1) -> None:
-        """Notes that the steps have ended, and that the user's code hears of them now."""
+        """Records that the steps have ended, and that they are reported to the user's code now."""
         self._is_inside = False
         self.told = max(self.told, self._end)
         self.step += count
@@ -231,13 +231,13 @@ class Training:
         self._step_s = min(self._step_s, (time.perf_counter() - self._began_s) / count)
 
     def survive(self, cause: BaseException) -> None:
-        """Leaves the group and goes on in the next one, with the newest variables that a process of it has.
+        """Leaves the group and continues in the next one, with the newest variables that one of its processes has.
 
         Args:
           cause: a `GroupChange` or the loss of a process.
 
         Raises:
-          PeerLostError: nobody can go on, because this process has no variables left.
+          PeerLostError: no process can continue, because this process has no variables left.
           InputError: the data cannot be read again from an earlier position, or not by another number of processes.
           SystemExit: this process was told to end.
         """
@@ -251,21 +251,21 @@ class Training:
         self._change(offer)
 
     def _offer(self, cause: BaseException) -> Copy | None:
-        """Returns what this process can go on with: its variables as they are, or else the last copy."""
+        """Returns the state from which this process can continue: its present variables, or else the last copy."""
         if self._brought is not None:
             return self._brought
-        own, are_here = watch.own(), isinstance(cause, GroupChange)
-        is_whole = are_here or not self._is_inside or own is None or own.steps == self._clean
+        watchdog, are_here = watch.own(), isinstance(cause, GroupChange)
+        is_whole = are_here or not self._is_inside or watchdog is None or watchdog.steps == self._clean
         if not is_whole or (self._progress.is_agreed and not are_here):
             return self._copy
         try:
             position = self._progress.get_position(undone=self._is_inside)
-        except PeerLostError:  # The others were there when the step ended, and one of them has died since.
+        except PeerLostError:  # All processes ended the step, but one of them has died since.
             return self._copy
-        # A validation that has failed has lost its metrics, which it resets before it begins again.
+        # A failed validation has lost its metrics. It resets them before it restarts.
         is_lenient, stage = self._progress.stage[1] > 0, self._progress.stage
-        found = self._copier.copy(self.step, stage, position, self._strategy.topology, is_lenient=is_lenient)
-        return found or self._copy
+        latest_copy = self._copier.copy(self.step, stage, position, self._strategy.topology, is_lenient=is_lenient)
+        return latest_copy or self._copy
 
     def _change(self, offer: Copy) -> None:
         rest, lost = others(offer)
@@ -304,15 +304,15 @@ class Training:
         topology = self._strategy.topology
         has_it = topology.worker_index == generation.source
         with bootstrap.without_lines_of_gloo():
-            own = text.packed([offer.step, self.told, offer.position, kinds, self._every]) if has_it else None
+            packed_state = text.packed([offer.step, self.told, offer.position, kinds, self._every]) if has_it else None
             with topology.dispatching(is_step=False):
-                # Not by a collective, which would be a program to trace.
-                told = coordination.share(own)
-            step, theirs, position, kinds, self._every = text.unpacked(told)
+                # Not a collective, because that would need a program to trace.
+                shared_state = coordination.share(packed_state)
+            step, theirs, position, kinds, self._every = text.unpacked(shared_state)
             if not generation.is_even:
                 arrays = [np.zeros(kind.shape, kind.dtype) for kind in map(Kind._make, kinds)]
-                given = [value for _, value in values] if has_it else arrays
-                values = taken_over(values, kinds, topology.from_source(given))
+                source_values = [value for _, value in values] if has_it else arrays
+                values = taken_over(values, kinds, topology.from_source(source_values))
         put_values(values, topology if generation.is_alike else None)
         put_shares(offer, topology)
         self._progress.move(topology)
@@ -321,11 +321,11 @@ class Training:
         self.told = max(self.told, theirs) if self.told[0] == theirs[0] else theirs
         self._is_inside, self._due, self.has_changed = False, self.step, True
         self._agreed = self.step.bit_length()
-        # Not after the first step, which the others wait for.
+        # Not after the first step, because the others wait for it.
         self._steps_to_collect = _COLLECT_AFTER
 
     def begin_epoch(self, epoch: int) -> bool:
-        """Notes that an epoch begins. Returns whether the user's code has not heard of it yet."""
+        """Records that an epoch begins. Returns whether it has not been reported to the user's code yet."""
         is_new = [epoch, 0] > self.told
         self.told = max(self.told, [epoch, 0])
         return is_new

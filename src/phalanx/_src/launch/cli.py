@@ -131,7 +131,7 @@ def run(
     report: bool,
     profile: str | None,
     profile_folder: str,
-    **asked: Any,
+    **options: Any,
 ) -> None:
     """Runs SCRIPT in every worker of a cluster on this machine, and stops all workers as soon as one fails.
 
@@ -143,7 +143,7 @@ def run(
     """
     with _errors_told():
         least, most = _numbers_of(workers)
-        request = Request(workers=most, least_workers=least, **asked)
+        request = Request(workers=most, least_workers=least, **options)
         if template:
             _require_no_evaluator(request, template)
             _require_no_report(template, report=report)
@@ -163,10 +163,12 @@ def run(
         if span:
             clear(span.folder)
             environment[PROFILE] = str(span)
-        own = request.on(machines)
+        local_request = request.on(machines)
         machine = Machine.this(environment)
         outcome = run_group(
-            lambda restart: plan(own, machine, environment, free_ports(own.workers), restart=restart),
+            lambda restart: plan(
+                local_request, machine, environment, free_ports(local_request.workers), restart=restart
+            ),
             max_restarts=max_restarts,
             least_workers=least,
             machines=machines,
@@ -175,9 +177,11 @@ def run(
             say=lambda text: click.echo(text, err=True),
         )
         if span:
-            found = merge(span.folder)
+            trace_path = merge(span.folder)
             said = (
-                f"written to {found}; open it at https://ui.perfetto.dev" if found else _NO_PROFILE.format(span.first)
+                f"written to {trace_path}; open it at https://ui.perfetto.dev"
+                if trace_path
+                else _NO_PROFILE.format(span.first)
             )
             click.echo(f"profile: {said}", err=True)
     sys.exit(outcome.exit_code)
@@ -342,8 +346,8 @@ def bench(target: str | None, arguments: Sequence[str], **options: object) -> No
             )
         if target is not None:
             Request(target, tuple(arguments), is_module=bool(options["is_module"])).check_script()
-    given = {"target": target, "arguments": list(arguments), **options}
-    sys.exit(_child("phalanx._src.tools.bench", [json.dumps(given)]))
+    settings = {"target": target, "arguments": list(arguments), **options}
+    sys.exit(_child("phalanx._src.tools.bench", [json.dumps(settings)]))
 
 
 @main.group()
@@ -385,7 +389,7 @@ def export(path: str, output: str, name: str) -> None:
 
 
 def _numbers_of(workers: str) -> tuple[int | None, int]:
-    """Returns the minimum, or None, and the maximum that --workers says."""
+    """Returns the minimum, or None, and the maximum of --workers."""
     first, colon, last = workers.partition(":")
     if not (first.isdecimal() and (last.isdecimal() or not colon)):
         raise InvalidArgumentError(f"--workers {workers}", "must be a number, or two numbers.", "--workers 2:4")
@@ -441,10 +445,10 @@ def _show(resolver: ClusterResolver, spec: ClusterSpec) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    own, chief = (resolver.task_type, resolver.task_id), leader(spec)
+    this_task, chief = (resolver.task_type, resolver.task_id), leader(spec)
     table = Table("job", "task", "address", "", title=f"As {type(resolver).__name__} sees it")
     for task in [Task(job, i) for job in spec.jobs for i in spec.task_indices(job)]:
-        notes = [("chief", task == chief), ("this process", (task.type, task.index) == own)]
+        notes = [("chief", task == chief), ("this process", (task.type, task.index) == this_task)]
         said = ", ".join(note for note, is_so in notes if is_so)
         table.add_row(task.type, str(task.index), spec.task_address(task.type, task.index), said)
     if resolver.task_type == "evaluator" and is_unlisted(spec, Task("evaluator", 0)):

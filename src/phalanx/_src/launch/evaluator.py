@@ -114,8 +114,8 @@ class EvaluatorProcess:
     def _start(self) -> None:
         assert self._spec
         self.ending = self._due_s = None
-        told = {"PHALANX_RESTART": str(self._restarts), ENDED: str(self._ended)}
-        spec = replace(self._spec, environment={**self._spec.environment, **told})
+        restart_variables = {"PHALANX_RESTART": str(self._restarts), ENDED: str(self._ended)}
+        spec = replace(self._spec, environment={**self._spec.environment, **restart_variables})
         group = Group([spec], self._relay)
         try:
             group.start()

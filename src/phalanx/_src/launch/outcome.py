@@ -33,7 +33,7 @@ class Ending:
       code: exit code, or minus the number of the signal that killed it.
       after_s: time of the end, in seconds from the start of the group.
       is_told: whether the launcher had told it to end.
-      is_stopped: whether it was stopped by SIGSTOP when it was told to end.
+      is_stopped: whether it was stopped by SIGSTOP when it was asked to end.
       is_survived: whether the others went on without it.
       last: its last lines of output.
     """
@@ -48,7 +48,7 @@ class Ending:
 
     @property
     def is_failure(self) -> bool:
-        """Whether it failed without being told to end, and the others could not go on."""
+        """Whether it failed without being asked to end, and the others could not continue."""
         return bool(self.code) and not self.is_told and not self.is_survived
 
     @property

@@ -67,7 +67,7 @@ class Request:
       arguments: command line arguments of the script.
       is_module: whether `target` is a module, as after `python -m`.
       workers: number of processes.
-      least_workers: number of processes without which the group cannot go on. None if no process may be lost.
+      least_workers: number of processes without which the group cannot continue. None if no process may be lost.
       devices_per_worker: number of devices per process. With None, the machine and the environment decide.
       evaluator: whether to start an evaluator beside the workers.
 
@@ -205,13 +205,13 @@ def plan(
     """
     spec = ClusterSpec({JOB: [f"{LOOPBACK}:{port}" for port in ports]})
     devices = _device_settings(request, machine, environment)
-    settings = [({**own, **environment, **_gpus_of(own)}, Task(JOB, rank)) for rank, own in enumerate(devices)]
+    settings = [({**device, **environment, **_gpus_of(device)}, Task(JOB, rank)) for rank, device in enumerate(devices)]
     if request.evaluator:
         settings.append((_evaluator_settings(request, machine, environment), EVALUATOR))
     processes = []
-    for own, task in settings:
+    for setting, task in settings:
         cluster = {"TF_CONFIG": tf_config(spec, task), "PHALANX_RESTART": str(restart)}
-        variables = {**_readable_output(), **own, **cluster}
+        variables = {**_readable_output(), **setting, **cluster}
         processes.append(ProcessSpec(task, request.command(sys.executable), variables))
     return processes
 
@@ -267,16 +267,16 @@ def _gpus_of(settings: dict[str, str]) -> dict[str, str]:
 
 
 def _cpu_devices(request: Request, environment: Mapping[str, str]) -> int:
-    asked, found = request.devices_per_worker, environment.get("PHALANX_CPU_DEVICES")
-    if not found:
-        return asked or 1
-    if not found.isdecimal() or int(found) < 1 or asked not in (None, int(found)):
+    num_requested, configured = request.devices_per_worker, environment.get("PHALANX_CPU_DEVICES")
+    if not configured:
+        return num_requested or 1
+    if not configured.isdecimal() or int(configured) < 1 or num_requested not in (None, int(configured)):
         raise InvalidArgumentError(
-            f"devices_per_worker={asked}",
-            f"the environment sets PHALANX_CPU_DEVICES={found!r}.",
+            f"devices_per_worker={num_requested}",
+            f"the environment sets PHALANX_CPU_DEVICES={configured!r}.",
             "unset PHALANX_CPU_DEVICES",
         )
-    return int(found)
+    return int(configured)
 
 
 def _shares_of_gpus(request: Request, gpus: Sequence[str]) -> list[Sequence[str]]:

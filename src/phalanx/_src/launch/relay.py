@@ -54,7 +54,7 @@ class Relay:
             self.sink.write()
 
     def is_too_late(self, started_s: float, patience_s: float) -> bool:
-        """Whether a signal has come and `patience_s` seconds have passed since `started_s`."""
+        """Whether a signal has arrived and `patience_s` seconds have passed since `started_s`."""
         return self.signals.first is not None and time.monotonic() - started_s > patience_s
 
     def ending_signal(self) -> int | None:

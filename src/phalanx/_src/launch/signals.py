@@ -32,8 +32,8 @@ class Signals:
         self._ours.setblocking(False)
         self._theirs.setblocking(False)
         self._fd_before = signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
-        heard = [s for s in _ENDING if signal.getsignal(s) is not signal.SIG_IGN]
-        self._before: dict[int, Any] = {s: signal.signal(s, self._note) for s in heard}
+        handled_signals = [s for s in _ENDING if signal.getsignal(s) is not signal.SIG_IGN]
+        self._before: dict[int, Any] = {s: signal.signal(s, self._note) for s in handled_signals}
         self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
         return self
 

@@ -39,7 +39,7 @@ def run_group(
     Args:
       plan: function from the number of earlier starts to the processes to start.
       max_restarts: how often to restart the group.
-      least_workers: number of processes without which the group cannot go on. None if it ends with the first that fails.
+      least_workers: number of processes without which the group cannot continue. None if it ends with the first that fails.
       machines: the machines on which the group has processes, if it may lose some.
       grace_s: time that processes have to end after SIGTERM, in seconds.
       word_s: time that the others have before SIGTERM to report which process they miss, in seconds. At most `grace_s`.

@@ -190,7 +190,7 @@ def is_sparse(value: object) -> bool:
 
 
 def require_fits(value: object, name: str) -> None:
-    """Checks that 64-bit numbers fit into the arrays of JAX, which have 32 bits unless `jax_enable_x64` is set.
+    """Checks that 64-bit numbers fit into JAX arrays, which have 32 bits unless `jax_enable_x64` is set.
 
     Args:
       value: a NumPy array or a Python number.
@@ -199,15 +199,15 @@ def require_fits(value: object, name: str) -> None:
     Raises:
       InputError: a number does not fit.
     """
-    found = _too_large(value)
-    if found is None:
+    number = _too_large(value)
+    if number is None:
         return
     dtype = f" of dtype {value.dtype}" if hasattr(value, "dtype") else ""
     hint = "numbers of at most 64 bits" if _is_wide() else f"{_ENABLE_X64}; or hash ids into range(2**31)"
     why = (
         "arrays hold 64 bits per number." if _is_wide() else "jax_enable_x64 is off, so arrays hold 32 bits per number."
     )
-    raise InputError(f"{name} with the number {found}{dtype}", f"it does not fit: {why}", hint)
+    raise InputError(f"{name} with the number {number}{dtype}", f"it does not fit: {why}", hint)
 
 
 def of_other_library(value: Any, name: str) -> np.ndarray | None:

@@ -311,14 +311,14 @@ class DeviceAssignment:
           InvalidArgumentError: there is no such replica.
         """
         on_task = self.logical_to_physical[:, logical_core : logical_core + 1, 0] == task_id
-        found = [int(i) for i in np.flatnonzero(on_task.any(axis=1))]
-        if not found:
+        replicas = [int(i) for i in np.flatnonzero(on_task.any(axis=1))]
+        if not replicas:
             raise InvalidArgumentError(
                 f"task_id={task_id}, logical_core={logical_core}",
                 "no replica has this logical device on this task.",
                 "task_id=0, logical_core=0",
             )
-        return found
+        return replicas
 
     def __repr__(self) -> str:
         return f"DeviceAssignment({self.num_replicas} replicas of {self.num_cores_per_replica} cores)"
@@ -349,23 +349,23 @@ def positive_integers(name: str, values: object) -> tuple[int, ...]:
     Raises:
       InvalidArgumentError: `values` is not a sequence of positive integers.
     """
-    given = tuple(values) if isinstance(values, (list, tuple, np.ndarray)) and getattr(values, "ndim", 1) == 1 else ()
-    if not given or not all(arguments.is_integer(n, least=1) for n in given):
+    numbers = tuple(values) if isinstance(values, (list, tuple, np.ndarray)) and getattr(values, "ndim", 1) == 1 else ()
+    if not numbers or not all(arguments.is_integer(n, least=1) for n in numbers):
         raise InvalidArgumentError(f"{name}={shown(values)}", "must be positive integers.", f"{name}=(2, 2, 2)")
-    return tuple(map(int, given))
+    return tuple(map(int, numbers))
 
 
 def _of_each_dim(name: str, values: object, mesh: tuple[int, ...]) -> tuple[int, ...]:
     if values is None:
         return (1,) * len(mesh)
-    given = positive_integers(name, values)
-    if len(given) != len(mesh):
+    sizes = positive_integers(name, values)
+    if len(sizes) != len(mesh):
         raise InvalidArgumentError(
-            f"{name}={list(given)}",
+            f"{name}={list(sizes)}",
             f"the mesh {list(mesh)} has {len(mesh)} dims.",
             f"{name}={[1] * (len(mesh) - 1) + [2]}",
         )
-    return given
+    return sizes
 
 
 def _coordinates(name: str, values: object, mesh: tuple[int, ...]) -> np.ndarray:

@@ -116,17 +116,17 @@ def first_devices(count: int) -> tuple[jax.Device, ...]:
     Raises:
       DeviceError: this process has fewer devices, or `count` is less than 1.
     """
-    found = default_devices()
-    if not 0 < count <= len(found):
-        platform = found[0].platform
+    devices = default_devices()
+    if not 0 < count <= len(devices):
+        platform = devices[0].platform
         raise DeviceError(
             f"devices={count}",
-            f"this process has {', '.join(map(device_name, found))}.",
+            f"this process has {', '.join(map(device_name, devices))}.",
             f"phalanx.set_virtual_cpu_devices({count}) before JAX starts"
-            if platform == "cpu" and len(found) < count < 1 << 16
-            else f"devices={len(found)}",
+            if platform == "cpu" and len(devices) < count < 1 << 16
+            else f"devices={len(devices)}",
         )
-    return tuple(found[:count])
+    return tuple(devices[:count])
 
 
 def _schedulable_cpus() -> int:
@@ -156,8 +156,8 @@ def require_threads(devices: Sequence[jax.Device]) -> None:
     Raises:
       StartupError: XLA has fewer than two threads per device.
     """
-    own = [d for d in devices if d.process_index == jax.process_index()]
-    if len(own) <= 1 or own[0].platform != "cpu":
+    local_devices = [d for d in devices if d.process_index == jax.process_index()]
+    if len(local_devices) <= 1 or local_devices[0].platform != "cpu":
         return
     needed = 2 * len(jax.local_devices(backend="cpu"))
     text = os.environ.get("NPROC", "")

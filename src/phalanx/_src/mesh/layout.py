@@ -256,10 +256,8 @@ def _axes(pattern: str, rule: object) -> tuple[tuple[str, ...], ...]:
         raise InvalidArgumentError(
             f"the pattern {shown(pattern)} of a layout", f"is not a regular expression: {e}.", _RULES
         ) from e
-    given: Any = getattr(rule, "axes", rule)
-    dims = (
-        [() if d is None else (d,) if isinstance(d, str) else d for d in given] if isinstance(given, tuple) else [given]
-    )
+    axes: Any = getattr(rule, "axes", rule)
+    dims = [() if d is None else (d,) if isinstance(d, str) else d for d in axes] if isinstance(axes, tuple) else [axes]
     names = [name for d in dims for name in (d if isinstance(d, tuple) else (None,))]
     if not all(isinstance(name, str) for name in names) or len(set(names)) < len(names):
         raise InvalidArgumentError(

@@ -56,16 +56,16 @@ class Shares:
         """
         if not self.is_measured:
             return
-        found = [self._seconds_per_row.get(replica, ()) for replica in replicas]
-        own = [statistics.median(seconds) if len(seconds) >= _LEAST else 0.0 for seconds in found]
+        row_times = [self._seconds_per_row.get(replica, ()) for replica in replicas]
+        local_medians = [statistics.median(seconds) if len(seconds) >= _LEAST else 0.0 for seconds in row_times]
         self._seconds_per_row.clear()
-        everyone = exchange(np.asarray(own, np.float32)).ravel()
+        everyone = exchange(np.asarray(local_medians, np.float32)).ravel()
         if not everyone.all():
             return
         speeds = everyone.min() / everyone
-        # Few different shares, because each takes a program of its own.
-        wanted = np.maximum(np.rint(speeds * _STEPS), 1)
-        before = np.asarray(self.weights or np.ones_like(wanted))
-        change = wanted / wanted.sum() * before.sum() / before
+        # Few distinct shares, because each one needs a separate program.
+        weights = np.maximum(np.rint(speeds * _STEPS), 1)
+        before = np.asarray(self.weights or np.ones_like(weights))
+        change = weights / weights.sum() * before.sum() / before
         if np.abs(change - 1).max() > _WORTHWHILE:
-            self.weights = wanted.tolist()
+            self.weights = weights.tolist()

@@ -192,9 +192,9 @@ class Topology:
     @cached_property
     def local_names(self) -> tuple[str, ...]:
         """The names of `local_devices`, as `parse_device` of this process reads them."""
-        own = jax.local_devices(backend=self.devices[0].platform)
+        process_devices = jax.local_devices(backend=self.devices[0].platform)
         # With several processes, the id of a device is global, but `parse_device` needs its index in this process.
-        return tuple(f"{device_name(d).partition(':')[0]}:{own.index(d)}" for d in self.local_devices)
+        return tuple(f"{device_name(d).partition(':')[0]}:{process_devices.index(d)}" for d in self.local_devices)
 
     @cached_property
     def local_replicas(self) -> range:
@@ -211,10 +211,10 @@ class Topology:
         Raises:
           PeerLostError: another process died, before or during the dispatch.
         """
-        own = None if self.num_workers == 1 else watch.own()
-        if own is None:
+        watchdog = None if self.num_workers == 1 else watch.own()
+        if watchdog is None:
             return process_dispatching()
-        return Turn(own, is_step)
+        return Turn(watchdog, is_step)
 
     def default_device(self) -> AbstractContextManager[Any]:
         """Returns a context manager that runs JAX operations on the first device."""
@@ -277,18 +277,18 @@ class Topology:
             return list(map(np.asarray, values))
         rows = []
         for value in map(np.asarray, values):
-            own = np.zeros((len(self.local_replicas), *value.shape), value.dtype)
+            replica_values = np.zeros((len(self.local_replicas), *value.shape), value.dtype)
             if self.worker_index == worker:
-                own[0] = value
-            rows.append(own)
+                replica_values[0] = value
+            rows.append(replica_values)
         with self.dispatching(is_step=False):
             sums = jax.jit(_sums_of_rows, out_shardings=self.replicated)(self.put_per_replica(rows))
             return list(map(np.asarray, sums))
 
     def join_per_replica(self, parts: Sequence[jax.Array]) -> jax.Array:
         """Joins one array per local replica into an array `(num_replicas, ...)`. Copies arrays only if necessary."""
-        own = zip(parts, self.local_replicas, strict=True)
-        placed = [jax.device_put(x, d)[None] for x, i in own for d in self.devices_of(i)]
+        pairs = zip(parts, self.local_replicas, strict=True)
+        placed = [jax.device_put(x, d)[None] for x, i in pairs for d in self.devices_of(i)]
         return jax.make_array_from_single_device_arrays((self.num_replicas, *parts[0].shape), self.per_replica, placed)
 
     def exchange(self, values: np.ndarray) -> np.ndarray:
@@ -393,7 +393,7 @@ class AbsentTopology(Topology):
 
 @final
 class Nowhere(Topology):
-    """The topology of the default strategy: one replica without devices of its own. Values stay where they are."""
+    """The topology of the default strategy: one replica without dedicated devices. Values stay where they are."""
 
     has_devices: ClassVar[bool] = False
 

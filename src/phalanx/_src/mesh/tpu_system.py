@@ -121,8 +121,8 @@ def devices_of(topology: TPUTopology) -> list[list[jax.Device]]:
     """
     platform = "tpu" if _has_tpus() else "cpu"
     tasks = _by_task(jax.devices(platform))
-    wanted, cores = topology.num_tasks, topology.num_tpus_per_task
-    if len(tasks) < wanted or any(len(devices) < cores for devices in tasks[:wanted]):
+    num_tasks, cores = topology.num_tasks, topology.num_tpus_per_task
+    if len(tasks) < num_tasks or any(len(devices) < cores for devices in tasks[:num_tasks]):
         raise DeviceError(
             f"{topology}",
             f"this job has {' + '.join(str(len(t)) for t in tasks)} devices of the platform {platform!r}.",

@@ -85,14 +85,14 @@ def enter(generation: membership.Generation, stall_timeout_s: float | None = Non
       stall_timeout_s: see `start`.
 
     Raises:
-      StartupError: a process of it has not come.
+      StartupError: a process of the generation did not connect.
     """
     member, rank, addresses = membership.own(), generation.rank, generation.addresses
     assert member is not None
     about = f"generation {generation.number} of {len(addresses)} processes"
     lines = call_roll(addresses, rank, about=about, secret=secret_of(addresses), timeout_s=_MEETING_S)
-    own = watch.start(addresses, rank, lines, stall_timeout_s or _stall_timeout_s(), _outlive)
-    member.changed = own.change_point.request
+    watchdog = watch.start(addresses, rank, lines, stall_timeout_s or _stall_timeout_s(), _outlive)
+    member.changed = watchdog.change_point.request
     _set_up_jax()
     try:
         # Not inside `own.waiting()`: if a process has died on the way here, JAX gives it up by itself, or the watch ends the connection.
@@ -104,7 +104,7 @@ def enter(generation: membership.Generation, stall_timeout_s: float | None = Non
 
 
 def _outlive(still: Sequence[int], why: str) -> None:
-    """Gets this process out of a step that others cannot end, and asks that those of them that stand still be ended."""
+    """Gets this process out of a step that others cannot end, and requests the end of stalled processes."""
     member = membership.own()
     if member is not None and still:
         member.accuse(still, why)
@@ -172,8 +172,8 @@ def print_on_chief(*args: PyTree, **kwargs: PyTree) -> None:
 
 def is_this_chief() -> bool:
     """Returns whether this process writes the files of its cluster: the chief, an evaluator, or a process without a cluster."""
-    if own := watch.own():
-        return own.rank == 0
+    if watchdog := watch.own():
+        return watchdog.rank == 0
     if membership.is_elastic():
         return membership.is_first()
     resolver = resolver_of_environment()
@@ -275,8 +275,8 @@ def _end_at_once(
 ) -> None:
     """Exits immediately after an uncaught error. Other processes may wait for this one in the middle of a step."""
     show(kind, error, where)
-    if own := watch.own():
-        own.fail(f"has ended by {kind.__name__}: {error}".partition("\n")[0])
+    if watchdog := watch.own():
+        watchdog.fail(f"has ended by {kind.__name__}: {error}".partition("\n")[0])
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)
@@ -298,30 +298,30 @@ class _Termination:
         for fd in (self._news, wakeup):
             os.set_blocking(fd, False)
         # Python writes the number of each handled signal to this pipe, including signals with a handler of the user.
-        if (others := signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)) != -1:
-            signal.set_wakeup_fd(others)
+        if (previous_fd := signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)) != -1:
+            signal.set_wakeup_fd(previous_fd)
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
             signal.signal(signal.SIGTERM, self._raise)
 
     def leave(self) -> None:
-        """Tells the watch that this process ends. Must be called at exit."""
-        own = watch.own()
+        """Reports to the watchdog that this process ends. Must be called at exit."""
+        watchdog = watch.own()
         if not self._is_ours:
-            if own:
-                own.leave(is_told=self._has_come())
+            if watchdog:
+                watchdog.leave(is_told=self._has_come())
             if membership.is_elastic():
                 coordination.disconnect()
             return
-        if own:
-            own.fail(verdict.SIGTERM)
+        if watchdog:
+            watchdog.fail(verdict.SIGTERM)
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(128 + signal.SIGTERM)
 
     def _raise(self, number: int, _: FrameType | None) -> None:
         # Raises only once, and not after the loss of a peer: a second SystemExit would interrupt `finally` blocks.
-        own = watch.own()
-        if not self._is_ours and (own is None or own.loss() is None):
+        watchdog = watch.own()
+        if not self._is_ours and (watchdog is None or watchdog.loss() is None):
             self._is_ours = True
             raise SystemExit(128 + number)
 

@@ -36,7 +36,7 @@ _ATTEMPTS = 5
 
 
 def connect(address: str, rank: int, size: int, timeout_s: float) -> None:
-    """Connects this process with the service of its group, and finds the devices of all. JAX must have none before.
+    """Connects this process to the coordination service of its group and finds all devices. JAX must have none before.
 
     Args:
       address: `host:port` of the service.
@@ -63,11 +63,11 @@ def connect(address: str, rank: int, size: int, timeout_s: float) -> None:
     state.client, state.process_id, state.num_processes, state.coordinator_address = client, rank, size, address
     before = _listening()
     _find_devices()
-    # Only process 0 writes compiled programs into the cache, but on CPUs each rank has entries of its own, so that all others would
+    # Only process 0 writes compiled programs into the cache, but on CPUs each rank has separate entries, so that all others would
     # compile again after each change of the group. JAX reads this number for nothing else once the devices are known.
     state.process_id = 0
-    own = _listening() - before
-    client.key_value_set(f"phalanx/ports/{rank}", json.dumps(sorted(own)))
+    ports = _listening() - before
+    client.key_value_set(f"phalanx/ports/{rank}", json.dumps(sorted(ports)))
     _ports.clear()
     for other in range(size):
         _ports.update(json.loads(client.blocking_key_value_get(f"phalanx/ports/{other}", int(1000 * timeout_s))))
@@ -108,35 +108,35 @@ def break_off() -> None:
     _end_client()
 
 
-def share(own: bytes | None) -> bytes:
-    """Returns the bytes that one process of the group passes; the others pass None. They go by way of the service.
+def share(data: bytes | None) -> bytes:
+    """Returns the bytes that one process of the group passes, sent through the service. The others pass None.
 
     Raises:
       RuntimeError: the group has lost a process.
     """
     client: Any = distributed.global_state.client
-    if own is not None:
-        client.key_value_set_bytes("phalanx/shared", own)
-    found: bytes = client.blocking_key_value_get_bytes("phalanx/shared", 1000 * _SHARE_S)
-    return found
+    if data is not None:
+        client.key_value_set_bytes("phalanx/shared", data)
+    shared: bytes = client.blocking_key_value_get_bytes("phalanx/shared", 1000 * _SHARE_S)
+    return shared
 
 
 def _end_client() -> None:
     client: Any = distributed.global_state.client
     if client is not None:
-        # The service has noticed that others are missing, and says so here. Or the connection has ended already.
+        # The service reports missing processes here, or the connection has already ended.
         with contextlib.suppress(RuntimeError):
             client.shutdown()
 
 
 def _listening() -> set[int]:
     """Returns the ports at which this process listens."""
-    found = set()
+    ports = set()
     for each in _sockets():
         with each, contextlib.suppress(OSError):
             if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                found.add(each.getsockname()[1])
-    return found
+                ports.add(each.getsockname()[1])
+    return ports
 
 
 def _sockets() -> Iterator[socket.socket]:

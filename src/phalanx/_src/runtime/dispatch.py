@@ -42,7 +42,7 @@ def calling_back() -> Iterator[None]:
 
 def _require_outside_callbacks() -> None:
     # A program that is called in a host callback can hang (https://github.com/jax-ml/jax/issues/24255). XLA runs
-    # callbacks in the waiting thread, or in a thread of its own, which Python represents as a dummy thread.
+    # callbacks in the waiting thread, or in a separate thread, which Python represents as a dummy thread.
     if threading.get_ident() in _waiting or isinstance(threading.current_thread(), threading._DummyThread):
         raise ContextError(
             "a program was called in a host callback (jax.pure_callback, io_callback or debug.callback) of a step",
@@ -60,8 +60,8 @@ _STATUS = re.compile(r"[A-Z_]+: ")
 class Turn:
     """A context manager for work that all processes do together, such as a step, in the same order."""
 
-    def __init__(self, own: watch.Watch, is_step: bool) -> None:
-        self._watch, self._is_step = own, is_step
+    def __init__(self, watchdog: watch.Watch, is_step: bool) -> None:
+        self._watch, self._is_step = watchdog, is_step
 
     def __enter__(self) -> None:
         if lost := self._watch.loss():
@@ -72,7 +72,7 @@ class Turn:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         self._watch.end(is_step=self._is_step, has_failed=error is not None)
         dispatch_lock.release()
-        # If a process dies, a program fails first in the other processes. The report of the watch says more, so it
+        # If a process dies, a program fails first in the other processes. The report of the watch has more details, so it
         # replaces the error of the program.
         if error is not None and _is_of_program(error) and (lost := self._watch.loss(_NEWS_S)):
             raise _peer_lost(lost) from None

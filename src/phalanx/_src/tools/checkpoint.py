@@ -34,8 +34,8 @@ def ls(folder: str) -> int:
     if not os.path.isdir(folder):
         raise CheckpointError(call, "there is no such folder.", hint)
     table = Table("checkpoint", "saved", "size", "arrays", box=None)
-    found = numbered(folder)
-    for _, file in found:
+    checkpoints = numbered(folder)
+    for _, file in checkpoints:
         status = file.stat()
         saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.st_mtime))
         try:
@@ -43,7 +43,7 @@ def ls(folder: str) -> int:
         except CheckpointError:
             arrays = "cannot be read"
         table.add_row(str(file), saved, _size(status.st_size), arrays)
-    if not found:
+    if not checkpoints:
         raise CheckpointError(call, "the folder contains no checkpoint.", hint)
     _print(table)
     return 0
@@ -89,7 +89,7 @@ def export(path: str, output: str, name: str) -> int:
 
     Raises:
       CheckpointError: the checkpoint does not contain what was asked for, or the file cannot be written.
-      InvalidArgumentError: the name of the file says no known format.
+      InvalidArgumentError: the suffix of the file names no known format.
     """
     reader, file = load_checkpoint(path), Path(output)
     call = f"phalanx checkpoint export {path} {output}"

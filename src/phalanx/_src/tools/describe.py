@@ -105,7 +105,7 @@ def variables_of(method: str, thing: object) -> list[Variable]:
     if isinstance(thing, list | tuple):
         return [v for x in thing for v in variables_of(method, x)]
     if isinstance(thing, keras.Model):
-        # `Model.variables` has neither the variables of the metrics nor those of the optimizer.
+        # `Model.variables` lacks the variables of metrics and optimizers.
         optimizer = getattr(thing, "optimizer", None)
         return [*thing.variables, *thing.metrics_variables, *(optimizer.variables if optimizer else [])]
     if not hasattr(thing, "variables"):
@@ -154,13 +154,13 @@ def _totals(held: Sequence[Sequence[Held]]) -> Shown:
 
 
 def _parts(shape: Sequence[int], parts: Sequence[Held], everywhere: set[str] | None) -> str:
-    """Returns the part of an array on each device of this process. Empty if every device holds the whole array."""
-    found: dict[str, list[str]] = {}
+    """Returns the shard of an array on each device of this process. Empty if every device holds the full array."""
+    places: dict[str, list[str]] = {}
     for part in parts:
-        found.setdefault(_range(part.index, shape), []).append(part.place)
-    if list(found) == ["whole"] and (everywhere is None or set(found["whole"]) == everywhere):
+        places.setdefault(_range(part.index, shape), []).append(part.place)
+    if list(places) == ["whole"] and (everywhere is None or set(places["whole"]) == everywhere):
         return ""
-    return "\n".join(f"{part} {' '.join(names)}" for part, names in found.items()) or "not here"
+    return "\n".join(f"{part} {' '.join(names)}" for part, names in places.items()) or "not here"
 
 
 def _range(index: Sequence[slice], shape: Sequence[int]) -> str:

@@ -38,7 +38,7 @@ class Check:
     Args:
       name: what was checked.
       is_passed: whether the check passed.
-      found: what the check found, as a sentence.
+      finding: the result, as a sentence.
       hint: what to do if the check failed.
 
     Example:
@@ -49,11 +49,11 @@ class Check:
 
     name: str
     is_passed: bool
-    found: str
+    finding: str
     hint: str = ""
 
     def __str__(self) -> str:
-        line = f"{'PASS' if self.is_passed else 'FAIL'} {self.name}: {self.found}"
+        line = f"{'PASS' if self.is_passed else 'FAIL'} {self.name}: {self.finding}"
         return line if self.is_passed else f"{line}\nHINT: {self.hint}"
 
 
@@ -77,11 +77,11 @@ def judge_versions(of_ranks: Sequence[Mapping[str, str]]) -> Check:
     """
     names = sorted({name for versions in of_ranks for name in versions})
     for name in names:
-        found = [versions.get(name, "none") for versions in of_ranks]
-        if len(set(found)) > 1:
-            said = ", ".join(f"rank {rank} has {version}" for rank, version in enumerate(found))
+        rank_versions = [versions.get(name, "none") for versions in of_ranks]
+        if len(set(rank_versions)) > 1:
+            said = ", ".join(f"rank {rank} has {version}" for rank, version in enumerate(rank_versions))
             return Check(
-                "versions", False, f"{name} differs: {said}.", f"pip install {name}=={found[0]} on all workers"
+                "versions", False, f"{name} differs: {said}.", f"pip install {name}=={rank_versions[0]} on all workers"
             )
     return Check("versions", True, ", ".join(f"{name} {of_ranks[0][name]}" for name in names) + " on all ranks.")
 
@@ -97,8 +97,8 @@ def judge_clocks(times_s: Sequence[float], uncertainty_s: float) -> Check:
     last = times_s.index(max(times_s))
     if skew_s - uncertainty_s > _ALLOWED_SKEW_S:
         first = times_s.index(min(times_s))
-        found = f"the clock of rank {last} is {skew_s:.0f} s ahead of the clock of rank {first}."
-        return Check("clocks", False, found, "synchronize the clocks of all machines with NTP, for example chronyd")
+        problem = f"the clock of rank {last} is {skew_s:.0f} s ahead of the clock of rank {first}."
+        return Check("clocks", False, problem, "synchronize the clocks of all machines with NTP, for example chronyd")
     return Check("clocks", True, f"they differ by at most {max(0.0, skew_s - uncertainty_s):.1f} s.")
 
 
@@ -109,10 +109,10 @@ def judge_shared(folder: str, seen: Sequence[Sequence[int]]) -> Check:
       folder: path of the folder.
       seen: one list per rank, with the ranks whose files it saw.
     """
-    for rank, own in enumerate(seen):
-        if missing := sorted(set(range(len(seen))) - set(own)):
-            found = f"rank {rank} does not see the file that rank {missing[0]} wrote to {folder}."
-            return Check("shared folder", False, found, "use a folder on a file system that all machines mount")
+    for rank, visible_ranks in enumerate(seen):
+        if missing := sorted(set(range(len(seen))) - set(visible_ranks)):
+            problem = f"rank {rank} does not see the file that rank {missing[0]} wrote to {folder}."
+            return Check("shared folder", False, problem, "use a folder on a file system that all machines mount")
     return Check("shared folder", True, f"all ranks see the files that the others write to {folder}.")
 
 

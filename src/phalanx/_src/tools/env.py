@@ -32,13 +32,13 @@ def variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 def versions(names: tuple[str, ...] = _NEEDED) -> dict[str, str]:
     """Returns the versions of Python and of the installed packages among `names`."""
-    found = {"python": platform.python_version()}
+    installed_versions = {"python": platform.python_version()}
     for name in names:
         try:
-            found[name] = importlib.metadata.version(name)
+            installed_versions[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return installed_versions
 
 
 def system() -> dict[str, str]:
@@ -97,5 +97,5 @@ def as_text(report: Mapping[str, Mapping[str, str]]) -> str:
 
 
 if __name__ == "__main__":
-    found = describe()
-    print(json.dumps(found, indent=2) if "--json" in sys.argv[1:] else as_text(found))
+    environment = describe()
+    print(json.dumps(environment, indent=2) if "--json" in sys.argv[1:] else as_text(environment))

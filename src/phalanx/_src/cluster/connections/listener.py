@@ -149,10 +149,10 @@ class Listener:
             timeout_s = min(timeout_s, oldest.until_s - now_s)
         ready = [key.data for key, _ in self._selector.select(max(0.0, timeout_s))]
         # In a flood of connections, those whose answer has arrived must not be dropped for new ones.
-        found = [peer for pending in ready if pending for peer in self._hear(pending)]
+        connections = [peer for pending in ready if pending for peer in self._hear(pending)]
         if None in ready:
             self._open()
-        return found
+        return connections
 
     def _open(self) -> None:
         """Accepts some of the connections that wait, and closes the oldest ones if there are too many."""
@@ -181,7 +181,7 @@ class Listener:
         return next(iter(self._pending.values()), None)
 
     def _hear(self, pending: _PendingConnection) -> list[Connection]:
-        """Reads what a pending connection has sent. Returns the connection, if it is authenticated now."""
+        """Reads from a pending connection. Returns the connection once it is authenticated."""
         try:
             new = pending.connection.recv(_LONGEST_LINE)
         except BlockingIOError:
@@ -193,11 +193,11 @@ class Listener:
             return []
         # A client sends nothing more until the server has answered, so no byte after the line is lost.
         message = parsed(pending.text)
-        own, text = message.get("nonce"), message.get("hello")
-        if not isinstance(own, str) or not isinstance(text, str):
+        client_nonce, text = message.get("nonce"), message.get("hello")
+        if not isinstance(client_nonce, str) or not isinstance(text, str):
             self._drop(pending)
             return []
-        nonces = pending.nonce, own
+        nonces = pending.nonce, client_nonce
         if not self._secret.proves(message.get("proof"), "client", *nonces, text):
             self.refused += 1
             send(pending.connection, {"refused": True})
@@ -235,13 +235,16 @@ def handshake(connection: socket.socket, secret: Secret, hello: Mapping[str, Any
     """
     peer, deadline_s = _peer(connection), time.monotonic() + timeout_s
     line = read_line(connection, deadline_s)
-    nonce, own, text = parsed(line).get("nonce"), secrets.token_hex(16), json.dumps(hello)
-    if not isinstance(nonce, str):
+    server_nonce, client_nonce, text = parsed(line).get("nonce"), secrets.token_hex(16), json.dumps(hello)
+    if not isinstance(server_nonce, str):
         return line
-    send(connection, {"nonce": own, "hello": text, "proof": secret.proof("client", nonce, own, text)})
+    send(
+        connection,
+        {"nonce": client_nonce, "hello": text, "proof": secret.proof("client", server_nonce, client_nonce, text)},
+    )
     line = read_line(connection, deadline_s)
     answer = parsed(line)
-    if secret.proves(answer.get("proof"), "server", nonce, own):
+    if secret.proves(answer.get("proof"), "server", server_nonce, client_nonce):
         return None
     if answer:
         raise StartupError(

@@ -63,7 +63,7 @@ class _RollCall:
         return f"rank {rank} ({self.addresses[rank]})"
 
     def twice(self, rank: int) -> StartupError:
-        """Returns the error of a process whose rank has come before."""
+        """Returns the error of a process whose rank has already connected."""
         return StartupError(
             self.place(rank),
             "a process with this rank has connected already.",
@@ -86,7 +86,7 @@ class _Chief:
                 self._refused = listener.refused
                 if not self._is_complete:
                     raise self._error()
-                # Those that have connected, and come too late, are told.
+                # Processes that connected too late must receive the error too.
                 self._meet(listener.accepted(0))
         except StartupError as e:
             self._tell({"error": [e.asked, e.found, e.hint]})
@@ -115,12 +115,12 @@ class _Chief:
     def _error(self) -> StartupError:
         ranks = range(1, len(self._call.addresses))
         missing = listed([self._call.place(rank) for rank in ranks if rank not in self._present])
-        found = f"after {self._call.timeout_s:g} s {missing} had not connected to {self._call.place(0)}."
+        problem = f"after {self._call.timeout_s:g} s {missing} had not connected to {self._call.place(0)}."
         hint = "look at the output of the missing processes, or use a longer CommunicationOptions(timeout_seconds=...)"
         if self._refused:
-            found += f" Connections with another secret than {self._call.secret.origin}: {self._refused}."
+            problem += f" Connections with another secret than {self._call.secret.origin}: {self._refused}."
             hint = f"set the same {TOKEN} for all processes of the cluster"
-        return StartupError(f"a cluster of {len(self._call.addresses)} processes", found, hint)
+        return StartupError(f"a cluster of {len(self._call.addresses)} processes", problem, hint)
 
     def _meet(self, peers: Sequence[Connection]) -> None:
         for peer in peers:
@@ -180,7 +180,7 @@ class _Other:
             time.sleep(min(RETRY_S, self._call.left_s))
 
     def _ask(self, connection: socket.socket) -> bytes | None:
-        """Returns None if all ranks have come, and otherwise what rank 0 said instead of a message."""
+        """Returns None if all ranks have connected, and otherwise what rank 0 sent instead of a message."""
         said = handshake(
             connection, self._call.secret, {"rank": self._rank, "about": self._call.about}, self._call.left_s
         )

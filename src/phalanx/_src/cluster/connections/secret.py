@@ -49,9 +49,9 @@ class Secret:
         return hmac.new(self._key, message.encode(errors="surrogatepass"), hashlib.sha256).hexdigest()
 
     def proves(self, proof: object, *parts: str) -> bool:
-        """Whether a proof was computed from these texts and this secret."""
-        own = self.proof(*parts).encode()
-        return isinstance(proof, str) and hmac.compare_digest(proof.encode(errors="surrogatepass"), own)
+        """Returns whether a proof was computed from these texts and this secret."""
+        expected_proof = self.proof(*parts).encode()
+        return isinstance(proof, str) and hmac.compare_digest(proof.encode(errors="surrogatepass"), expected_proof)
 
 
 def new_token() -> str:
@@ -95,38 +95,38 @@ def is_loopback(address: str) -> bool:
 
 
 def _secret_of_user(environment: Mapping[str, str]) -> Secret:
-    """Returns the secret in a file of this user, which the first process makes."""
+    """Returns the secret in a file of this user. The first process creates the file."""
     home = environment.get("XDG_STATE_HOME") or os.path.join(os.path.expanduser("~"), ".local", "state")
     path = Path(home, "phalanx", "token")
-    asked = f"the secret of this user, {path}"
+    subject = f"the secret of this user, {path}"
     if not path.is_absolute():
-        raise StartupError(asked, "this user has no home directory.", _HINT)
+        raise StartupError(subject, "this user has no home directory.", _HINT)
     try:
         if not path.exists():
             _write(path, new_token())
-        # Neither a link nor a named pipe, at which a process would wait.
+        # Rejects links, and does not block on a named pipe.
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), encoding="utf-8") as file:
             about, token = os.fstat(file.fileno()), file.read().strip()
     except (OSError, ValueError) as e:
-        found = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
-        raise StartupError(asked, f"it cannot be read or made: {found}.", f"rm {path}; or {_HINT}") from e
+        reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
+        raise StartupError(subject, f"it cannot be read or made: {reason}.", f"rm {path}; or {_HINT}") from e
     if about.st_uid != os.getuid():
-        raise StartupError(asked, f"it belongs to the user {about.st_uid}.", _HINT)
+        raise StartupError(subject, f"it belongs to the user {about.st_uid}.", _HINT)
     if about.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
-        raise StartupError(asked, "other users can read or write it.", f"rm {path}; or {_HINT}")
+        raise StartupError(subject, "other users can read or write it.", f"rm {path}; or {_HINT}")
     if not stat.S_ISREG(about.st_mode) or len(token) < _SHORTEST:
-        raise StartupError(asked, f"it holds no secret of at least {_SHORTEST} characters.", f"rm {path}; or {_HINT}")
+        raise StartupError(subject, f"it holds no secret of at least {_SHORTEST} characters.", f"rm {path}; or {_HINT}")
     return Secret(token, f"the secret in {path}")
 
 
 def _write(path: Path, token: str) -> None:
-    """Makes the file whole or not at all, and leaves one that another process has made meanwhile."""
+    """Writes the file atomically. Keeps an existing file that another process created first."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    own = path.with_name(f"token.{secrets.token_hex(8)}")
+    temporary_path = path.with_name(f"token.{secrets.token_hex(8)}")
     try:
-        with open(os.open(own, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        with open(os.open(temporary_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
             file.write(token + "\n")
         with suppress(FileExistsError):
-            os.link(own, path)
+            os.link(temporary_path, path)
     finally:
-        own.unlink(missing_ok=True)
+        temporary_path.unlink(missing_ok=True)

@@ -60,15 +60,15 @@ def marked(mark: str, folder: str = "") -> list[int]:
       mark: `NAME=value`.
       folder: folder in which processes with an overwritten environment have open files. Empty if there are none.
     """
-    found, wanted = [], mark.encode()
+    pids, entry = [], mark.encode()
     for path in Path("/proc").glob("[0-9]*"):
         # Processes that have just ended, or belong to other users, cannot be read.
         with suppress(OSError):
             environment = (path / "environ").read_bytes()
             is_overwritten = folder and environment.startswith(b"\0")
-            if wanted in environment.split(b"\0") or (is_overwritten and _uses(path, folder)):
-                found.append(int(path.name))
-    return found
+            if entry in environment.split(b"\0") or (is_overwritten and _uses(path, folder)):
+                pids.append(int(path.name))
+    return pids
 
 
 def end_marked(mark: str, folder: str = "", grace_s: float = 0.0) -> None:

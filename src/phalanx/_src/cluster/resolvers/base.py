@@ -223,8 +223,8 @@ def optional_module(name: str, asked: str, package: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as e:
-        found = f"{name} is needed for it, but is not installed."
-        raise MissingDependencyError(asked, found, f"pip install {package}") from e
+        problem = f"{name} is needed for it, but is not installed."
+        raise MissingDependencyError(asked, problem, f"pip install {package}") from e
 
 
 def google_service(name: str, version: str, credentials: object, discovery_url: str | None = None) -> Any:

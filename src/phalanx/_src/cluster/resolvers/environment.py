@@ -35,15 +35,15 @@ def resolver_of_environment(environ: Mapping[str, str] | None = None) -> Cluster
       >>> resolver_of_environment({}) is None
       True
     """
-    found = os.environ if environ is None else environ
-    if "TF_CONFIG" in found or RENDEZVOUS in found:
+    variables = os.environ if environ is None else environ
+    if "TF_CONFIG" in variables or RENDEZVOUS in variables:
         return TFConfigClusterResolver(environ=environ)
-    if all(found.get(name) for name in _SLURM_STEP):
+    if all(variables.get(name) for name in _SLURM_STEP):
         return SlurmClusterResolver(environ=environ)
-    if "PHALANX_NUM_PODS" in found:
+    if "PHALANX_NUM_PODS" in variables:
         return KubernetesClusterResolver(environ=environ)
-    if found.get("SM_HOSTS") and found.get("SM_CURRENT_HOST"):
+    if variables.get("SM_HOSTS") and variables.get("SM_CURRENT_HOST"):
         return SageMakerClusterResolver(environ=environ)
-    if "," in (found.get("TPU_PROCESS_ADDRESSES") or found.get("TPU_WORKER_HOSTNAMES", "")):
+    if "," in (variables.get("TPU_PROCESS_ADDRESSES") or variables.get("TPU_WORKER_HOSTNAMES", "")):
         return TPUClusterResolver(environ=environ)
     return None

@@ -106,9 +106,9 @@ class GCEClusterResolver(ClusterResolver):
         """
         addresses = sorted(f"{address}:{self._port}" for address in self._internal_addresses())
         if not addresses:
-            asked = f"instance_group={self._group!r} in {self._zone} of {self._project}"
+            subject = f"instance_group={self._group!r} in {self._zone} of {self._project}"
             raise ClusterSourceError(
-                asked, "no machine of this group is running.", "gcloud compute instance-groups list-instances ..."
+                subject, "no machine of this group is running.", "gcloud compute instance-groups list-instances ..."
             )
         return ClusterSpec({self._job: addresses})
 

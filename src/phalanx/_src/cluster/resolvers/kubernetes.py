@@ -34,7 +34,7 @@ class _Pods(NamedTuple):
     """The host names of all pods, and the index of this pod."""
 
     hosts: list[str]
-    own: int
+    pod_index: int
 
 
 @final
@@ -103,7 +103,7 @@ class KubernetesClusterResolver(ClusterResolver):
 
     @override
     def _find_task(self) -> Task | None:
-        return None if self._asks_api() else Task("worker", self._pods().own)
+        return None if self._asks_api() else Task("worker", self._pods().pod_index)
 
     def _asks_api(self) -> bool:
         has_count = self._num_pods is not None or "PHALANX_NUM_PODS" in self._environ
@@ -167,8 +167,10 @@ class KubernetesClusterResolver(ClusterResolver):
             pods = client.list_pod_for_all_namespaces(label_selector=selector).items
             for pod in sorted(pods, key=lambda pod: pod.metadata.name):
                 if pod.status.phase != "Running":
-                    asked = f'Pod "{pod.metadata.name}" of {selector!r}'
-                    raise ClusterSourceError(asked, f'is not running; phase: "{pod.status.phase}".', "kubectl get pods")
+                    subject = f'Pod "{pod.metadata.name}" of {selector!r}'
+                    raise ClusterSourceError(
+                        subject, f'is not running; phase: "{pod.status.phase}".', "kubectl get pods"
+                    )
                 # On the host network both addresses are equal. Otherwise only `pod_ip` tells two pods of one node apart.
                 yield f"{pod.status.pod_ip or pod.status.host_ip}:{self._port}"
 
@@ -186,6 +188,6 @@ class KubernetesClusterResolver(ClusterResolver):
         return module.client.CoreV1Api()
 
 
-def _check_index(asked: str, index: int, count: int) -> None:
+def _check_index(source: str, index: int, count: int) -> None:
     if index >= count:
-        raise ClusterSourceError(f"{asked} is {index}", f"there are {count}, numbered from 0.", "PHALANX_NUM_PODS=2")
+        raise ClusterSourceError(f"{source} is {index}", f"there are {count}, numbered from 0.", "PHALANX_NUM_PODS=2")

@@ -78,13 +78,13 @@ class SageMakerClusterResolver(ClusterResolver):
 
     def _hosts(self) -> list[str]:
         text = variable(self._environ, "SM_HOSTS", _MEANING, _HINT)
-        own = variable(self._environ, "SM_CURRENT_HOST", _MEANING, _HINT)
+        current_host = variable(self._environ, "SM_CURRENT_HOST", _MEANING, _HINT)
         try:
             hosts = json.loads(text)
         except json.JSONDecodeError:
             hosts = None
         if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
             raise ClusterSourceError(f"SM_HOSTS={shown(text, 80)}", "must be a JSON list of host names.", _HINT)
-        if own not in hosts:
-            raise ClusterSourceError(f"SM_CURRENT_HOST={own!r}", f"is not one of SM_HOSTS={text}.", _HINT)
+        if current_host not in hosts:
+            raise ClusterSourceError(f"SM_CURRENT_HOST={current_host!r}", f"is not one of SM_HOSTS={text}.", _HINT)
         return sorted(hosts)

@@ -213,29 +213,29 @@ class SlurmClusterResolver(ClusterResolver):
         hosts = expand_hosts(self._variable("SLURM_STEP_NODELIST"))
         counts = self._counts_of_nodes(hosts)
         if len(counts) != len(hosts):
-            found = f"this is {len(counts)} nodes, but SLURM_STEP_NODELIST={self._variable('SLURM_STEP_NODELIST')} has {len(hosts)}."
-            raise ClusterSourceError(f"tasks per node {counts}", found, _HINT)
+            problem = f"this is {len(counts)} nodes, but SLURM_STEP_NODELIST={self._variable('SLURM_STEP_NODELIST')} has {len(hosts)}."
+            raise ClusterSourceError(f"tasks per node {counts}", problem, _HINT)
         places = _placed(counts, self._environ.get("SLURM_DISTRIBUTION", ""))
         self._check_own_place(places)
         return hosts, places
 
     def _counts_of_nodes(self, hosts: list[str]) -> list[int]:
-        given = self._tasks_per_node
-        if given is None:
+        tasks_per_node = self._tasks_per_node
+        if tasks_per_node is None:
             return expand_counts(self._variable("SLURM_STEP_TASKS_PER_NODE"))
-        if isinstance(given, int):
-            return [given] * len(hosts)
-        if missing := [host for host in hosts if host not in given]:
+        if isinstance(tasks_per_node, int):
+            return [tasks_per_node] * len(hosts)
+        if missing := [host for host in hosts if host not in tasks_per_node]:
             raise ClusterSourceError(
-                f"tasks_per_node={dict(given)}", f"host {missing[0]!r} of the job step is missing.", _HINT
+                f"tasks_per_node={dict(tasks_per_node)}", f"host {missing[0]!r} of the job step is missing.", _HINT
             )
-        return [given[host] for host in hosts]
+        return [tasks_per_node[host] for host in hosts]
 
     def _counts_of_jobs(self, num_tasks: int) -> list[tuple[str, int]]:
         jobs = sorted((self._jobs or {"worker": self._number("SLURM_STEP_NUM_TASKS")}).items())
-        if (asked := sum(count for _, count in jobs)) != num_tasks:
-            found = f"{asked} tasks were requested, but {num_tasks} were assigned."
-            raise ClusterSourceError(f"jobs={dict(jobs)}", found, f"srun --ntasks={asked} python train.py")
+        if (num_requested := sum(count for _, count in jobs)) != num_tasks:
+            problem = f"{num_requested} tasks were requested, but {num_tasks} were assigned."
+            raise ClusterSourceError(f"jobs={dict(jobs)}", problem, f"srun --ntasks={num_requested} python train.py")
         return jobs
 
     def _rank(self, places: list[_TaskPosition]) -> int:
@@ -250,8 +250,10 @@ class SlurmClusterResolver(ClusterResolver):
         for name, computed in (("SLURM_NODEID", place.node), ("SLURM_LOCALID", place.local)):
             # Slurm reports only the task's own place. It may contradict the places that the counts imply.
             if self._environ.get(name) and self._number(name) != computed:
-                found = f"rank {rank} would have {computed} if the tasks were placed as SLURM_STEP_TASKS_PER_NODE says."
-                raise ClusterSourceError(f"{name}={self._number(name)}", found, "srun --distribution=block ...")
+                problem = (
+                    f"rank {rank} would have {computed} if the tasks were placed as SLURM_STEP_TASKS_PER_NODE says."
+                )
+                raise ClusterSourceError(f"{name}={self._number(name)}", problem, "srun --distribution=block ...")
 
     def _visible_gpus(self) -> list[str]:
         return [d.strip() for d in self._environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if d.strip()]
@@ -267,8 +269,8 @@ class SlurmClusterResolver(ClusterResolver):
         available = self._gpus_on_node()
         count = (available or 0) // most if self._gpus_per_task is None else self._gpus_per_task
         if available is not None and count * most > available:
-            found = f"{most} tasks on one node need {count * most} GPUs, but it has {available}."
-            raise ClusterSourceError(f"gpus_per_task={count}", found, f"gpus_per_task={available // most}")
+            problem = f"{most} tasks on one node need {count * most} GPUs, but it has {available}."
+            raise ClusterSourceError(f"gpus_per_task={count}", problem, f"gpus_per_task={available // most}")
         return count
 
     def _own_gpus(self, places: list[_TaskPosition]) -> list[str]:

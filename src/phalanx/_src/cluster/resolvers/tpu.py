@@ -204,8 +204,8 @@ class TPUClusterResolver(ClusterResolver):
         return index
 
     def _addresses(self) -> list[str]:
-        if given := self._given_addresses():
-            return given
+        if addresses := self._given_addresses():
+            return addresses
         if self._asks_api():
             return self._addresses_of_api()
         if number(self._environ, "MEGASCALE_NUM_SLICES", _MEANING, "MEGASCALE_NUM_SLICES=1", default=1) > 1:
@@ -240,11 +240,11 @@ class TPUClusterResolver(ClusterResolver):
 
     def _metadata(self, key: str) -> str:
         host = self._environ.get("GCE_METADATA_IP", "metadata.google.internal")
-        asked = f"TPUClusterResolver(tpu={self._tpu!r})"
+        subject = f"TPUClusterResolver(tpu={self._tpu!r})"
         hint = 'TPUClusterResolver("local") for the TPUs of this machine only'
         if self._environ.get("TPU_SKIP_MDS_QUERY"):
             raise ClusterSourceError(
-                asked,
+                subject,
                 "TPU_WORKER_HOSTNAMES is not set, and TPU_SKIP_MDS_QUERY forbids asking the metadata server.",
                 hint,
             )
@@ -256,8 +256,8 @@ class TPUClusterResolver(ClusterResolver):
             with opener.open(request, timeout=_TIMEOUT_S) as answer:
                 text: str = answer.read().decode().strip()
         except OSError as e:
-            found = f"TPU_WORKER_HOSTNAMES is not set, and {url} does not answer: {e}."
-            raise ClusterSourceError(asked, found, hint) from e
+            problem = f"TPU_WORKER_HOSTNAMES is not set, and {url} does not answer: {e}."
+            raise ClusterSourceError(subject, problem, hint) from e
         return text
 
     def _addresses_of_api(self) -> list[str]:
@@ -266,6 +266,6 @@ class TPUClusterResolver(ClusterResolver):
         node = service.projects().locations().nodes().get(name=name).execute()
         state, health = node.get("state"), node.get("health", "HEALTHY")
         if (state, health) != ("READY", "HEALTHY"):
-            found = f"its state is {state} and its health is {health}."
-            raise ClusterSourceError(f"TPU {name}", found, "gcloud compute tpus tpu-vm describe ...")
+            problem = f"its state is {state} and its health is {health}."
+            raise ClusterSourceError(f"TPU {name}", problem, "gcloud compute tpus tpu-vm describe ...")
         return [f"{end['ipAddress']}:{end.get('port', self._port)}" for end in node["networkEndpoints"]]

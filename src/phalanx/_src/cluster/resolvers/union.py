@@ -97,9 +97,9 @@ def _merged(job: str, parts: list[list[str] | dict[int, str]]) -> list[str] | di
     for part in parts:
         tasks = part if isinstance(part, dict) else dict(enumerate(part))
         if twice := sorted(merged.keys() & tasks.keys()):
-            found = f"two resolvers have it: {merged[twice[0]]!r} and {tasks[twice[0]]!r}."
+            problem = f"two resolvers have it: {merged[twice[0]]!r} and {tasks[twice[0]]!r}."
             raise ClusterError(
-                f"index {twice[0]} of job {job!r}", found, f'"{job}": {{{max(merged) + 1}: "host0:12345"}}'
+                f"index {twice[0]} of job {job!r}", problem, f'"{job}": {{{max(merged) + 1}: "host0:12345"}}'
             )
         merged |= tasks
     return merged

@@ -115,13 +115,13 @@ class Membership(threading.Thread):
         self.start()
 
     def meet(self, *, call: int, progress: Sequence[int], variables: str = "") -> Generation | None:
-        """Waits for the next generation, and returns it. None if the others have finished this training meanwhile.
+        """Waits for the next generation, and returns it. Returns None if the others have finished this training run.
 
         Args:
-          call: how many trainings the program of this process has begun before, so that only processes in the same one meet.
-          progress: how far the training has come in the variables that this process could give to others: the number of steps, and
-            further numbers that grow. [-1] if it has none.
-          variables: what identifies its variables. Empty if it has none yet.
+          call: number of training runs that this process began before, so that only processes in the same run meet.
+          progress: progress of the variables that this process can send to others: the number of steps, then further increasing
+            numbers. [-1] if it has no variables.
+          variables: fingerprint of its variables. Empty if it has none yet.
 
         Raises:
           StartupError: the rendezvous has ended.
@@ -130,19 +130,19 @@ class Membership(threading.Thread):
         self.generation = None
         address = f"{self._own_host}:{_free_port(self._own_host)}"
         self._say({"ready": {"call": call, "progress": list(progress), "variables": variables, "address": address}})
-        found: Generation | str = self._next(self._generations)
-        if isinstance(found, str):
+        answer: Generation | str = self._next(self._generations)
+        if isinstance(answer, str):
             self.is_late = True
             return None
-        self.generation, self.is_late = found, False
-        os.environ["TF_CONFIG"] = found.tf_config()
-        return found
+        self.generation, self.is_late = answer, False
+        os.environ["TF_CONFIG"] = answer.tf_config()
+        return answer
 
     def begin(self, call: int) -> int:
-        """Reports that the program has come to its training number `call`. Returns the number of the one that the others are in."""
+        """Reports that the program begins training run `call`. Returns the number of the run that the others are in."""
         self._say({"begins": call})
-        others: int = self._next(self._calls)
-        return others
+        current_call: int = self._next(self._calls)
+        return current_call
 
     def accuse(self, ranks: Sequence[int], why: str) -> None:
         """Asks the rendezvous to end processes of this generation that keep the others from going on."""
@@ -158,12 +158,12 @@ class Membership(threading.Thread):
         while not self.is_leaving:
             try:
                 # Python handles signals between two waits.
-                found = news.get(timeout=_PATIENCE_S)
+                item = news.get(timeout=_PATIENCE_S)
             except queue.Empty:
                 continue
-            if found is None:
+            if item is None:
                 raise StartupError("the rendezvous", "phalanx run has ended.", "phalanx run --workers 2:4 train.py")
-            return found
+            return item
         raise SystemExit(128 + signal.SIGTERM)
 
     @override

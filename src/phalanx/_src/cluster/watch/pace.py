@@ -129,22 +129,22 @@ class Paces:
     def _compare(self, arrivals: Mapping[int, float], cycle_s: float) -> None:
         self._compared += cycle_s > 0
         last = max(arrivals, key=lambda rank: arrivals[rank])
-        others = [before_s for rank, before_s in arrivals.items() if rank != last]
-        waited_s = arrivals[last] - statistics.median(others) if others else 0.0
+        earlier_s = [before_s for rank, before_s in arrivals.items() if rank != last]
+        waited_s = arrivals[last] - statistics.median(earlier_s) if earlier_s else 0.0
         if waited_s > max(_LEAST_S, _SHARE * cycle_s):
             self._waits[last].append(waited_s)
 
     def step_times(self) -> list[StepTimes]:
         """Returns the step times of all processes that have sent any, by rank."""
-        found = []
+        times = []
         for rank, cycles in enumerate(self._cycles):
             if cycles:
                 ordered, waits = sorted(cycles), self._waits[rank]
                 p99_s = ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]
                 share = min(1.0, len(waits) / self._compared) if self._compared else 0.0
                 mean_s = statistics.fmean(waits) if waits else 0.0
-                found.append(StepTimes(rank, statistics.median(ordered), p99_s, share, mean_s))
-        return found
+                times.append(StepTimes(rank, statistics.median(ordered), p99_s, share, mean_s))
+        return times
 
 
 def table_of(times: Sequence[StepTimes], places: Mapping[int, str]) -> str:

@@ -65,7 +65,7 @@ class SyncPoint:
             self._say({"sync": {"request": reason}})
 
     def is_reached(self) -> str | None:
-        """Passes a point between two steps. Returns the reason to act there, or None to go on."""
+        """Passes a point between two steps. Returns the reason to act there, or None to continue."""
         with self._changed:
             if self._is_held:
                 with self._waiting():

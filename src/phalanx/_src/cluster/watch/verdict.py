@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Judges from the reports of all processes of a cluster whether it can go on. Uses the standard library only."""
+"""Judges from the reports of all processes of a cluster whether it can continue. Uses the standard library only."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -67,13 +67,13 @@ class Member:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The reason why a cluster cannot go on.
+    """The reason why a cluster cannot continue.
 
     Args:
       text: the process that is the cause, and what happened to it.
       is_loss: whether a process has died, so that the programs of the others fail by themselves.
       hint: what to check. Empty if the text suffices.
-      still: names of the processes that take no further step, so that the others could go on without them.
+      still: names of the processes that take no further step, so that the others could continue without them.
     """
 
     text: str
@@ -136,13 +136,13 @@ def judge_progress(members: Sequence[Member], now_s: float, stall_s: float) -> V
     first = max(members, key=lambda m: (m.turn, m.is_inside))
     behind = [m for m in members if m.turn < first.turn]
     waited = f"{first.name} has waited in step {first.step} for {still_s:.0f} s"
-    if (told := [m for m in behind if m.is_told]) and first.is_inside and still_s > min(_TOLD_S, stall_s):
-        # Its end releases the others from the step: the collective fails, and their handlers and `finally` blocks run.
-        return Verdict(f"{told[0].name} {SIGTERM} after step {told[0].step}", is_loss=True)
+    if (terminated_members := [m for m in behind if m.is_told]) and first.is_inside and still_s > min(_TOLD_S, stall_s):
+        # When it ends, the collective fails on the others, and their handlers and `finally` blocks run.
+        return Verdict(f"{terminated_members[0].name} {SIGTERM} after step {terminated_members[0].step}", is_loss=True)
     if (left := [m for m in behind if m.has_left]) and still_s > min(_LEFT_S, stall_s):
         text = f"{left[0].name} has ended its program after step {left[0].step}, and {waited}"
         return Verdict(text, hint=_SAME_STEPS, still=tuple(m.name for m in left))
-    # Nobody knows what a silent process has done since its last message: it must be named for its silence.
+    # The progress of a silent process since its last message is unknown, so it must be reported as silent.
     known_s = min([now_s, *(m.heard_s for m in members if not m.has_left)])
     if known_s - moved_s <= stall_s:
         return None
@@ -151,9 +151,9 @@ def judge_progress(members: Sequence[Member], now_s: float, stall_s: float) -> V
         text = f"{listed(names)} {stand} still after step {behind[0].step}, and {waited}"
         return Verdict(text, hint=_SAME_STEPS, still=names)
     if inside := [m.name for m in members if m.is_inside]:
-        others = "the others have ended theirs" if len(inside) < len(members) else "all of them are there"
+        peers = "the others have ended theirs" if len(inside) < len(members) else "all of them are there"
         return Verdict(
-            f"{listed(inside)} cannot end step {first.step} for {still_s:.0f} s, while {others}",
+            f"{listed(inside)} cannot end step {first.step} for {still_s:.0f} s, while {peers}",
             hint=f"{_SAME_STEPS}; or a longer stall_timeout_s",
         )
     return None

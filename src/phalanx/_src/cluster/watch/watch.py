@@ -62,7 +62,7 @@ while held and (left_s := end_s - time.monotonic()) > 0:
 
 @final
 class Watch(threading.Thread):
-    """A thread that reports the progress of this process, and ends the process when the cluster cannot go on.
+    """A thread that reports the progress of this process, and ends the process when the cluster cannot continue.
 
     Args:
       addresses: addresses of all ranks.
@@ -197,7 +197,7 @@ class Watch(threading.Thread):
         return self._paces.step_times() if self._paces else []
 
     def leave(self, *, is_told: bool = False) -> None:
-        """Announces that the program of this process has finished. `is_told` says whether SIGTERM caused it."""
+        """Announces that the program of this process has finished. `is_told` is whether SIGTERM caused it."""
         self._has_left, self._is_told_to_end = True, is_told
         self._report_pace()
         if self._paces and os.environ.get(REPORT):
@@ -222,7 +222,7 @@ class Watch(threading.Thread):
         self._hold_service()
 
     def close(self) -> None:
-        """Ends the watch, because this process leaves the group and goes on in another one."""
+        """Ends the watch, because this process leaves the group and continues in another one."""
         self.leave()
         self._is_closed = True
         for line in self._lines.values():
@@ -234,7 +234,7 @@ class Watch(threading.Thread):
             pass
 
     def turns(self, longest_s: float = math.inf) -> Iterator[None]:
-        """Watches until the cluster cannot go on or this process has left it, and then acts. Yields after each event.
+        """Watches until the cluster cannot continue or this process has left it, and then acts. Yields after each event.
 
         Args:
           longest_s: longest time to wait for an event, in seconds. By default until the next report is due.
@@ -276,27 +276,27 @@ class Watch(threading.Thread):
         with self._settling:
             now_s = self._clock()
             self._members[0].hear(self._progress() | {"asked": self._asked}, now_s)
-            asked = {rank: m.asked for rank, m in self._members.items() if m.asked is not None}
-            if not asked:
+            requests = {rank: m.asked for rank, m in self._members.items() if m.asked is not None}
+            if not requests:
                 return
-            turn = min(self._members[rank].turn for rank in asked)
-            known = [rank for rank, m in self._members.items() if rank not in asked and m.is_waiting(turn, now_s)]
-            if len(asked) + len(known) < len(self._members):
+            turn = min(self._members[rank].turn for rank in requests)
+            known = [rank for rank, m in self._members.items() if rank not in requests and m.is_waiting(turn, now_s)]
+            if len(requests) + len(known) < len(self._members):
                 return
-            difference = self._difference_of(asked, known)
+            difference = self._difference_of(requests, known)
             for member in self._members.values():
                 member.asked = None
             self._asked = None
             self._answer(difference)
             self._say({"agreed": difference and difference.as_list()})
 
-    def _difference_of(self, asked: Mapping[int, Signature], known: list[int]) -> Difference | None:
-        """Compares the programs of the asking ranks. The `known` ranks run a program that was agreed on before."""
-        difference = compare(asked)
-        texts = {json.dumps(signature) for signature in asked.values()}
+    def _difference_of(self, requests: Mapping[int, Signature], known: list[int]) -> Difference | None:
+        """Compares the programs of the ranks that wait for agreement. The `known` ranks run a program that was agreed on before."""
+        difference = compare(requests)
+        texts = {json.dumps(signature) for signature in requests.values()}
         if known and difference is None and not texts <= self._agreed:
             difference = Difference(
-                "program", None, [(list(asked), "a new one"), (known, "one that it has run before")]
+                "program", None, [(list(requests), "a new one"), (known, "one that it has run before")]
             )
         if difference is None:
             self._agreed |= texts
@@ -307,9 +307,9 @@ class Watch(threading.Thread):
         self._is_answered.set()
 
     def _judged(self, now_s: float) -> Verdict | None:
-        own = self._members[self._rank]
-        verdict = judge_presence([self._members[rank] for rank in self._lines], now_s, self._stall_s, own)
-        # Only rank 0 judges progress, so that all ranks report the same. The other ranks only hear from rank 0.
+        member = self._members[self._rank]
+        verdict = judge_presence([self._members[rank] for rank in self._lines], now_s, self._stall_s, member)
+        # Only rank 0 judges progress, so that all ranks report the same. The other ranks receive messages only from rank 0.
         if verdict is None and self._rank == 0 and self._outlive is not None:
             verdict = judge_failure(list(self._members.values()))
         if verdict is None and self._rank == 0:
@@ -453,7 +453,7 @@ class Watch(threading.Thread):
 
 def _connections_at(port: int, but: Set[int]) -> list[int]:
     """Returns the file descriptors of incoming connections to a port of this process, without those in `but`."""
-    found = []
+    descriptors = []
     for fd in {int(name) for name in os.listdir("/proc/self/fd")} - but:
         # The descriptor may have been closed, and may not be a connected socket.
         with suppress(OSError):
@@ -462,18 +462,18 @@ def _connections_at(port: int, but: Set[int]) -> list[int]:
             with socket.socket(fileno=os.dup(fd)) as connection:
                 if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getsockname()[1] == port:
                     connection.getpeername()
-                    found.append(fd)
-    return found
+                    descriptors.append(fd)
+    return descriptors
 
 
 def _stacks() -> str:
     """Returns the stacks of all other threads, with the main thread last."""
     frames, main = sys._current_frames(), threading.main_thread()
     threads = sorted(threading.enumerate(), key=lambda thread: thread is main)
-    others = [(t, frames.get(t.ident or 0)) for t in threads if t is not threading.current_thread()]
+    thread_frames = [(t, frames.get(t.ident or 0)) for t in threads if t is not threading.current_thread()]
     return "\n".join(
         f"Thread {thread.name} (most recent call last):\n{''.join(traceback.format_stack(frame))}"
-        for thread, frame in others
+        for thread, frame in thread_frames
         if frame
     )
 

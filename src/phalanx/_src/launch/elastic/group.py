@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A group of processes that goes on when some of them die, and in which others take their places."""
+"""A group of processes that continues when some of them die, and replaces them."""
 
 import os
 import signal
@@ -49,7 +49,7 @@ class ElasticGroup(Group):
 
     Args:
       specs: the processes to start.
-      least: number of processes without which the group cannot go on.
+      least: number of processes without which the group cannot continue.
       relay: forwards their output.
       patience: when to start a process in the place of one that has failed, and how often without a step in between.
       say: receives reports.

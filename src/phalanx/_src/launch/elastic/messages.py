@@ -15,7 +15,7 @@ class LauncherReport:
     Args:
       running: numbers of those that run.
       hopeful: number of those that run, or will be started.
-      has_finished: whether the program of one of them has come to its end.
+      has_finished: whether the program of one of them has ended.
     """
 
     running: tuple[int, ...] = ()
@@ -34,7 +34,7 @@ class GroupStatus:
       gone: members of the last generation without a replacement, if none of them survives. None while any member trains, and before
         the first generation.
       is_hopeless: whether there will never be enough processes again.
-      has_finished: whether the program of a process has come to its end, so that no process joins any more.
+      has_finished: whether the program of a process has ended, so that no process joins any more.
       is_needed: whether processes of other machines still run, which need this rendezvous.
     """
 

@@ -28,7 +28,7 @@ from phalanx.errors import StartupError
 _TICK_S = 0.2
 _SILENCE_S = 10.0
 _ASK_S = 1.0
-"""Time between two invitations. A process that is only just entering its generation does not hear the first."""
+"""Time between two invitations. A process that is still entering its generation misses the first one."""
 _NO_RANK = 1 << 30
 _PORTS_TO_TRY = 3
 _MOST = 128
@@ -42,14 +42,14 @@ class _Launcher:
     Args:
       peer: its connection. None on this machine.
       report: its last report. None if it has not connected yet, or was lost.
-      told: what it was told last.
+      sent_status: the last status that was sent to it.
       until_s: time of `time.monotonic` until which others wait for it if it has not connected, or was lost.
     """
 
     until_s: float
     peer: Connection | None = None
     report: LauncherReport | None = None
-    told: GroupStatus = GroupStatus()
+    sent_status: GroupStatus = GroupStatus()
     line: MessageStream | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -232,7 +232,7 @@ class Rendezvous(threading.Thread):
             self._lose(launcher)
 
     def _lose(self, launcher: _Launcher) -> None:
-        """Goes on without a machine, which may come back."""
+        """Continues without a machine, which may reconnect."""
         if launcher.peer:
             self._selector.unregister(launcher.peer.connection)
             launcher.peer.connection.close()
@@ -242,8 +242,8 @@ class Rendezvous(threading.Thread):
     def _tell_launchers(self) -> None:
         standing = self._standing()
         for launcher in self._launchers:
-            if launcher.peer and launcher.told != standing:
-                launcher.told = standing
+            if launcher.peer and launcher.sent_status != standing:
+                launcher.sent_status = standing
                 launcher.peer.say(asdict(standing))
 
     def _kill(self, number: int, why: str) -> None:
@@ -282,9 +282,9 @@ class Rendezvous(threading.Thread):
             self._gone.add(member.number)
 
     def _survivors(self) -> list[_Member]:
-        """Returns the processes of the present generation that are left, by rank."""
-        found = [m for m in self._members.values() if m.generation == self.generation and self.generation]
-        return sorted(found, key=lambda m: m.rank)
+        """Returns the remaining processes of the present generation, by rank."""
+        members = [m for m in self._members.values() if m.generation == self.generation and self.generation]
+        return sorted(members, key=lambda m: m.rank)
 
     def _dismiss_behind(self) -> None:
         """Tells processes that wait in an earlier training that it is over. They join the next one as newcomers.
@@ -302,13 +302,13 @@ class Rendezvous(threading.Thread):
         return max(calls, default=member.call)
 
     def _settle(self) -> None:
-        """Forms the next generation if its processes have come."""
+        """Forms the next generation if its processes are ready."""
         self._dismiss_behind()
         survivors, now_s = self._survivors(), self._clock()
         newcomers = [m for m in self._members.values() if m.ready and m.generation == 0]
         if not self.generation:
-            others = enumerate(self._launchers[1:], start=1)
-            if awaited := [f"{index}" for index, launcher in others if launcher.report is None]:
+            other_launchers = enumerate(self._launchers[1:], start=1)
+            if awaited := [f"{index}" for index, launcher in other_launchers if launcher.report is None]:
                 self._say_once(f"Waiting for phalanx run on the machines of these tasks: {', '.join(awaited)}.")
             are_all_there = self._running <= {m.number for m in newcomers} and not self._awaits_machine
             if are_all_there and len(newcomers) >= self._least:

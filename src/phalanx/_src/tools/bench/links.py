@@ -147,10 +147,10 @@ def print_table(links: Sequence[Link], devices: str) -> None:
 
 
 def save(links: Sequence[Link], path: Path) -> None:
-    """Writes the links as JSON, or draws their bandwidths, by the ending of the path."""
+    """Writes the links as JSON, or draws their bandwidths, depending on the suffix of the path."""
     if path.suffix == ".json":
-        found = [{**asdict(link), "bandwidths": link.bandwidths} for link in links]
-        path.write_text(json.dumps({"machine": this_machine(), "links": found}, indent=2))
+        entries = [{**asdict(link), "bandwidths": link.bandwidths} for link in links]
+        path.write_text(json.dumps({"machine": this_machine(), "links": entries}, indent=2))
         return
     from matplotlib.figure import Figure
 

@@ -51,11 +51,11 @@ def print_comparison(before: Measured, after: Measured) -> None:
 
 
 def save(measured: Measured, path: Path) -> None:
-    """Writes a measurement as JSON, or draws it, by the ending of the path."""
+    """Writes a measurement as JSON, or draws it, depending on the suffix of the path."""
     if path.suffix == ".json":
         results = [one.as_json() for one in measured.results]
-        found = {"script": measured.script, "machine": measured.machine, "results": results, "notes": measured.notes}
-        path.write_text(json.dumps(found, indent=2))
+        report = {"script": measured.script, "machine": measured.machine, "results": results, "notes": measured.notes}
+        path.write_text(json.dumps(report, indent=2))
         return
     from matplotlib.figure import Figure
 
@@ -83,10 +83,10 @@ def table(title: str) -> Table:
 
 
 def console() -> Console:
-    """Returns the terminal, or what stands for it, with room for a table."""
-    found = Console(highlight=False)
-    found.width = max(found.width, _WIDTH)
-    return found
+    """Returns a console that is wide enough for a table."""
+    terminal = Console(highlight=False)
+    terminal.width = max(terminal.width, _WIDTH)
+    return terminal
 
 
 def _cells(one: Result, first: Result) -> list[str]:

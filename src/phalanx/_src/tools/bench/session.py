@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs a script on some or all devices of this machine, in turn, and says how fast it was. Imports no JAX."""
+"""Runs a script on some or all devices of this machine, in turn, and reports how fast it was. Imports no JAX."""
 
 import json
 import os
@@ -118,7 +118,7 @@ def measure(script: Script, options: Options, say: Callable[[str], None]) -> Mea
     Args:
       script: the script.
       options: how to measure.
-      say: hears which run begins.
+      say: called with the description of each run when it begins.
 
     Raises:
       StartupError: the script fails with each of them, makes too few steps, or takes too long.
@@ -150,7 +150,7 @@ def measure(script: Script, options: Options, say: Callable[[str], None]) -> Mea
 
 
 def _useless(shape: tuple[int, int], moments: Sequence[Moments], others: Sequence[Sequence[Moments]]) -> str | None:
-    """Returns why a run says nothing new. None if it does."""
+    """Returns why a run adds no information, or None if it does."""
     processes, devices = shape
     if moments[0].num_processes < processes:
         return f"{processes} processes: each trains alone. A MultiWorkerMirroredStrategy would train on all of them together."
@@ -179,8 +179,8 @@ def _run(script: Script, processes: int, devices: int, options: Options) -> list
                 f"it has not made {calls} steps in {options.timeout_s:g} s.",
                 "phalanx bench --steps 10, or a longer --timeout-seconds",
             ) from e
-        found = sorted(Path(folder).glob("moments.*"))
-        if len(found) < processes:
+        files = sorted(Path(folder).glob("moments.*"))
+        if len(files) < processes:
             call, output = f"{script.target} with {in_words(processes, devices)}", (done.stdout + done.stderr).rstrip()
             if done.returncode == TOO_FEW:
                 what = f"it has not made {calls} training steps, {_WARM_UP} of them to warm up"
@@ -189,7 +189,7 @@ def _run(script: Script, processes: int, devices: int, options: Options) -> list
                 what = f"it has failed with exit code {done.returncode}"
                 hint = f"phalanx run --workers {processes} --devices-per-worker {devices} {script.target}"
             raise _ScriptError(call, what, hint, output)
-        moments = [Moments.from_json(json.loads(file.read_text())) for file in found]
+        moments = [Moments.from_json(json.loads(file.read_text())) for file in files]
         return sorted(moments, key=lambda one: one.rank)
 
 
@@ -256,5 +256,5 @@ def read(path: str) -> Measured:
 
 def pairs(before: Measured, after: Measured) -> Iterator[tuple[Result, Result]]:
     """Yields the results for the same devices of two measurements."""
-    others = {one.name: one for one in after.results}
-    yield from ((one, others[one.name]) for one in before.results if one.name in others)
+    results_after = {one.name: one for one in after.results}
+    yield from ((one, results_after[one.name]) for one in before.results if one.name in results_after)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a step, from the moments that each process has noted. Uses the standard library only."""
+"""The parts of a step, from the moments that each process has recorded. Uses the standard library only."""
 
 import statistics
 from bisect import bisect_left, bisect_right
@@ -19,7 +19,7 @@ class Moments:
       rows: rows of a global batch. None if no argument of the step is distributed.
       calls: when programs that train were called.
       waits: intervals in which the process waited for a batch.
-      own: per replica of this process, when it had computed all that it can without the others, step by step.
+      own: per replica of this process, the time in each step at which it had computed all before the first communication.
       ends: per replica of this process, when each step ended.
     """
 
@@ -34,7 +34,7 @@ class Moments:
 
     @classmethod
     def from_json(cls, read: dict[str, Any]) -> "Moments":
-        """Returns the moments that a file of JSON holds."""
+        """Returns the moments from the contents of a JSON file."""
         return cls(**{**read, "waits": [(began_s, ended_s) for began_s, ended_s in read["waits"]]})
 
     @property
@@ -71,28 +71,28 @@ NAMES = tuple(f.name for f in fields(StepParts))
 
 
 def parts_of(processes: Sequence[Moments], first: int) -> tuple[list[StepParts], dict[int, float]]:
-    """Returns the parts of the steps of all processes, and by how many seconds each rank is later than the others on average.
+    """Returns the parts of the steps of all processes, and the mean delay of each rank behind the others, in seconds.
 
     Args:
       processes: the moments of all processes.
-      first: the first step to look at. It needs one before it.
+      first: the first step to include. There must be a step before it.
     """
     steps, late = [], {p.rank: [0.0] for p in processes}
     for number in range(first, min(p.num_steps for p in processes)):
-        latest_s = max(own[number] for p in processes for own in p.own.values())
-        found = [_parts(p, replica, number, latest_s) for p in processes for replica in p.own]
-        steps.append(StepParts(*(statistics.mean(getattr(x, name) for x in found) for name in NAMES)))
-        own = {p.rank: max(times[number] for times in p.own.values()) for p in processes}
-        for rank, at_s in own.items():
-            others = [x for r, x in own.items() if r != rank]
-            late[rank].append(at_s - statistics.mean(others) if others else 0.0)
+        latest_s = max(times[number] for p in processes for times in p.own.values())
+        parts = [_parts(p, replica, number, latest_s) for p in processes for replica in p.own]
+        steps.append(StepParts(*(statistics.mean(getattr(x, name) for x in parts) for name in NAMES)))
+        computed_s = {p.rank: max(times[number] for times in p.own.values()) for p in processes}
+        for rank, at_s in computed_s.items():
+            other_times = [x for r, x in computed_s.items() if r != rank]
+            late[rank].append(at_s - statistics.mean(other_times) if other_times else 0.0)
     return steps, {rank: statistics.mean(values) for rank, values in late.items()}
 
 
 def _parts(process: Moments, replica: str, number: int, latest_s: float) -> StepParts:
     own_s, ends = process.own[replica][number], process.ends[replica]
     before_s, end_s = ends[number - 1], ends[number]
-    # The call may have come while the step before was still running, or it may be a call of several steps.
+    # The call may have been made while the previous step was still running, or it may cover several steps.
     call = bisect_right(process.calls, own_s) - 1
     began_s = min(max(process.calls[call] if call >= 0 else before_s, before_s), own_s)
     read_s = sum(_overlap(before_s, began_s, *wait) for wait in _within(process.waits, before_s, began_s))
@@ -145,7 +145,7 @@ class Result:
         return in_words(self.processes, self.devices)
 
     def efficiency(self, one: "Result") -> float | None:
-        """Returns the rows per second and replica, as a share of those of another result."""
+        """Returns the rows per second and replica, relative to another result."""
         if self.rows_per_s is None or not one.rows_per_s:
             return None
         return self.rows_per_s / self.replicas / (one.rows_per_s / one.replicas)

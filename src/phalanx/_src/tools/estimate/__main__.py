@@ -26,17 +26,17 @@ def main(topologies: str, output: str, kind: str, target: str, *arguments: str) 
       The exit code.
     """
     try:
-        # Before the compilers take minutes.
+        # Checked first, because the compilers take minutes.
         paths = [json_or_picture("path", path, SAVE) for path in output.splitlines()]
-        found = estimate(lambda: run_as_main(kind, target, arguments), topologies.split())
+        estimates = estimate(lambda: run_as_main(kind, target, arguments), topologies.split())
         print()  # The script may have left an unfinished line, such as a progress bar.
-        found.print()
+        estimates.print()
         for path in paths:
-            found.save(path)
+            estimates.save(path)
     except PhalanxError as e:
         print(f"phalanx: {e}", file=sys.stderr)
         return 2
-    return 0 if all(one.fits for one in found) else _DOES_NOT_FIT
+    return 0 if all(one.fits for one in estimates) else _DOES_NOT_FIT
 
 
 if __name__ == "__main__":

@@ -103,21 +103,21 @@ def estimate(train: Callable[[], Any], topologies: Sequence[str]) -> Estimates:
       [(1, 64, 0), (2, 64, 1)]
     """
     arguments.function("train", train, _CALL)
-    wanted = targets.parse(topologies)
-    for target in wanted:
+    parsed_targets = targets.parse(topologies)
+    for target in parsed_targets:
         if target.chip is not None:
-            target.devices()  # Before the script spends time. CPU devices may still be declared by it.
-    return at_first_step(train, lambda step: predicted(step, wanted))
+            target.devices()  # Fails before the script runs. The script may still declare CPU devices.
+    return at_first_step(train, lambda step: predicted(step, parsed_targets))
 
 
-def predicted(step: FirstStep, wanted: Sequence[Target]) -> Estimates:
+def predicted(step: FirstStep, selected_targets: Sequence[Target]) -> Estimates:
     """Compiles a step for several targets, and predicts it for each."""
-    places = [(target, target.devices()) for target in wanted]
+    places = [(target, target.devices()) for target in selected_targets]
     # XLA compiles without the GIL, so that two compilers keep two cores busy.
     with ThreadPoolExecutor(2) as pool:
         lowered = [step.lower(devices, step.layout) for _, devices in places]
-        found = list(pool.map(compiled, lowered))
-    pairs = zip(places, lowered, found, strict=True)
+        programs = list(pool.map(compiled, lowered))
+    pairs = zip(places, lowered, programs, strict=True)
     rows = [_estimate(step, target, low, result) for (target, _), low, result in pairs]
     return Estimates(step.name, [_advised(step, target, e) for e, (target, _) in zip(rows, places, strict=True)])
 

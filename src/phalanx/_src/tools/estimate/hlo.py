@@ -56,7 +56,7 @@ class Collective:
       dtype: dtype of the largest array.
       num_bytes: bytes of the whole arrays, per execution of the program.
       group: the devices of the first group that communicate, as indices into the devices of the program.
-      is_async: whether other operations run meanwhile.
+      is_async: whether other operations run at the same time.
       is_between_slices: whether the runtime of TPUs carries it through the network of the data centre.
     """
 
@@ -78,7 +78,7 @@ class _Operation:
 
 @dataclass
 class HloProgram:
-    """What the text of a compiled program says.
+    """The contents of the text of a compiled program.
 
     Args:
       text: the text, from `jax.stages.Compiled.as_text()`.
@@ -102,13 +102,13 @@ class HloProgram:
         self._read(entry, 1, is_async=False, is_top=True)
 
     def _read(self, name: str, times: int, *, is_async: bool, is_top: bool) -> None:
-        """Reads one computation, which runs `times` times. Only operations of the top level move bytes of their own."""
+        """Reads one computation, which runs `times` times. Only top-level operations move bytes."""
         operations = self._computations.get(name, [])
         shapes = {op.name: op.shape for op in operations}
         for op in operations:
-            found = _collective(op, times)
-            if found is not None:
-                self.collectives.append(_with(found, is_async=is_async or found.is_async))
+            collective = _collective(op, times)
+            if collective is not None:
+                self.collectives.append(_with(collective, is_async=is_async or collective.is_async))
             self.num_transfers += _is_transfer(op)
             self.num_loops += op.kind == "while"
             if is_top and op.kind not in _FREE and op.kind != "while":
@@ -144,17 +144,17 @@ class HloProgram:
 
 
 def _computations(text: str) -> tuple[dict[str, list[_Operation]], str]:
-    """Returns the operations of each computation, and the name of the one that the program begins with."""
-    found: dict[str, list[_Operation]] = {}
+    """Returns the operations of each computation, and the name of the entry computation."""
+    computations: dict[str, list[_Operation]] = {}
     entry, current = "", None
     for line in text.splitlines():
         opening = _OPENING.match(line)
         if opening:
-            current = found.setdefault(opening[2], [])
+            current = computations.setdefault(opening[2], [])
             entry = opening[2] if opening[1] else entry
         elif current is not None and (match := _OPERATION.match(line)):
             current.append(_Operation(*match.groups()))
-    return found, entry
+    return computations, entry
 
 
 def _collective(op: _Operation, times: int) -> Collective | None:

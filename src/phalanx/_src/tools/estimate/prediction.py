@@ -65,12 +65,12 @@ class Estimate:
 
     def as_dict(self) -> dict[str, Any]:
         """Returns all figures, for JSON. Groups of devices are given by their size."""
-        found = asdict(self)
-        found["memory"] = self.memory._asdict()
-        found["collectives"] = [
+        figures = asdict(self)
+        figures["memory"] = self.memory._asdict()
+        figures["collectives"] = [
             {"kind": c.kind, "dtype": c.dtype, "bytes": c.num_bytes, "devices": len(c.group), "async": c.is_async}
             for c in self.collectives
         ]
         if self.time is not None:
-            found["time"] |= {"step": self.time.step, "bound": self.time.bound}
-        return found | {"fits": self.fits, "efficiency": self.efficiency}
+            figures["time"] |= {"step": self.time.step, "bound": self.time.bound}
+        return figures | {"fits": self.fits, "efficiency": self.efficiency}

@@ -47,9 +47,9 @@ def save_picture(name: str, estimates: Sequence[Estimate], path: Path) -> None:
     memory, speed = figure.subplots(1, 2)
     names = [e.topology for e in estimates]
     places = range(len(names))
-    kept = [(e.memory.peak - e.memory.temporary) / 1e9 for e in estimates]
-    memory.bar(places, kept, label="variables and batch")
-    memory.bar(places, [e.memory.temporary / 1e9 for e in estimates], bottom=kept, label="temporary")
+    persistent_gb = [(e.memory.peak - e.memory.temporary) / 1e9 for e in estimates]
+    memory.bar(places, persistent_gb, label="variables and batch")
+    memory.bar(places, [e.memory.temporary / 1e9 for e in estimates], bottom=persistent_gb, label="temporary")
     memory.plot(places, [(e.available or 0) / 1e9 or None for e in estimates], "k_", markersize=24, label="of the chip")
     memory.set_xticks(places, names, rotation=30, ha="right")
     memory.set(title="Memory of one device", ylabel="GB")
@@ -77,7 +77,7 @@ def _cells(estimate: Estimate) -> list[str]:
         amount(estimate.memory.peak, "B"),
         "" if estimate.available is None else f"{estimate.memory.peak / estimate.available:.0%}",
         amount(estimate.flops, ""),
-        # A compiler says nothing else of a program that does not fit.
+        # The compiler reports nothing else about a program that does not fit.
         amount(estimate.communicated, "B") if estimate.fits or estimate.collectives else "",
         "" if time is None else duration(time.step),
         "" if estimate.efficiency is None else f"{estimate.efficiency:.0%}",
@@ -109,15 +109,15 @@ _LAST_RESORT = (
 
 def _kinds(estimate: Estimate) -> list[str]:
     """Returns one phrase per kind of collective and place."""
-    found: dict[tuple[str, str, str], list[int]] = {}
+    sizes: dict[tuple[str, str, str], list[int]] = {}
     for c in estimate.collectives:
         where = "between slices" if c.is_between_slices else f"over {len(c.group):,} devices"
-        found.setdefault((c.kind, c.dtype, where), []).append(c.num_bytes)
+        sizes.setdefault((c.kind, c.dtype, where), []).append(c.num_bytes)
     return [
         f"{len(n)} {kind}s of {amount(sum(n), 'B')} {dtype} in total, {where}"
         if len(n) > 1
         else f"1 {kind} of {amount(n[0], 'B')} {dtype} {where}"
-        for (kind, dtype, where), n in found.items()
+        for (kind, dtype, where), n in sizes.items()
     ]
 
 

@@ -66,7 +66,7 @@ class Compiled(NamedTuple):
       memory: its memory. The peak alone is known if the program does not fit.
       flops: multiplications and additions of one device.
       num_bytes: bytes that one device reads and writes.
-      program: what the text of the program says. None if it does not fit.
+      program: the parsed text of the program. None if it does not fit.
       seconds: the time that the compiler took.
     """
 
@@ -126,16 +126,16 @@ class FirstStep:
           num_rows: rows of each replica. None for as many as the script has.
         """
         topology = AbsentTopology(tuple(devices), self.strategy.topology.axes, layout)
-        dim, own = self._dim_of_rows, self.num_rows
+        dim, script_rows = self._dim_of_rows, self.num_rows
 
         def convert(x: Any) -> jax.ShapeDtypeStruct:
             shape = [topology.num_replicas, *x.shape[1:]]
-            if num_rows and len(shape) > dim and shape[dim] == own:
+            if num_rows and len(shape) > dim and shape[dim] == script_rows:
                 shape[dim] = num_rows
             return shape_dtype(tuple(shape), x.dtype)
 
         with self.strategy.placed_on(topology), converting(convert), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # The script has said what it had to say when it was traced here.
+            warnings.simplefilter("ignore")  # The script showed its warnings when it was traced here.
             traced = self.call.traced_again().trace()
             counted = flops.count(traced.jaxpr.jaxpr) / topology.devices_per_replica
             return Lowered(traced.lower(), topology.devices, topology.num_replicas, counted)
@@ -145,8 +145,8 @@ class FirstStep:
         return 1 if self.call.program.num_steps is None else 2
 
     def _sharded(self) -> list[Any]:
-        given: list[Arguments] = [self.call.arguments, *self.call.batches]
-        return [x for a in given for x, is_sharded in zip(a.arrays, a.sharded, strict=True) if is_sharded]
+        all_arguments: list[Arguments] = [self.call.arguments, *self.call.batches]
+        return [x for a in all_arguments for x, is_sharded in zip(a.arrays, a.sharded, strict=True) if is_sharded]
 
 
 def at_first_step(train: Callable[[], Any], use: Callable[[FirstStep], T]) -> T:
@@ -203,17 +203,17 @@ def compiled(lowered: Lowered) -> Compiled:
     """Compiles a step. May be called in any thread."""
     start = time.perf_counter()
     try:
-        found = lowered.stage.compile()
+        executable = lowered.stage.compile()
     except jax.errors.JaxRuntimeError as e:
         used = _OUT_OF_MEMORY.search(str(e))
         if used is None:
             raise
         peak = int(float(used[1]) * _UNITS[used[2]])
         return Compiled(Memory(0, 0, peak, 0), lowered.counted_flops, 0.0, None, time.perf_counter() - start)
-    program, memory = HloProgram(found.as_text() or ""), found.memory_analysis()
+    program, memory = HloProgram(executable.as_text() or ""), executable.memory_analysis()
     assert memory is not None
     # XLA counts the body of a loop once, however often it runs.
-    costs = {} if program.num_loops else found.cost_analysis() or {}
+    costs = {} if program.num_loops else executable.cost_analysis() or {}
     return Compiled(
         Memory(
             memory.argument_size_in_bytes,
@@ -230,6 +230,6 @@ def compiled(lowered: Lowered) -> Compiled:
 
 def _peak(memory: Any) -> int:
     """Returns the highest use of memory. Arguments stay where they are, and results take over what is reused."""
-    kept = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
+    persistent_bytes = memory.argument_size_in_bytes + memory.output_size_in_bytes - memory.alias_size_in_bytes
     # Compilers for TPUs leave temporary memory out of the sum, and those for CPUs out of the peak.
-    return int(max(kept + memory.temp_size_in_bytes, memory.peak_memory_in_bytes))
+    return int(max(persistent_bytes + memory.temp_size_in_bytes, memory.peak_memory_in_bytes))

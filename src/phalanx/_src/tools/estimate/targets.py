@@ -30,7 +30,7 @@ class Target:
     """Devices that a program is compiled for.
 
     Args:
-      name: what the user asked for.
+      name: the name that the user passed.
       chip: the kind of the devices. None for the CPU devices of this machine.
       sizes: chips along each dim of a torus, or hosts and GPUs per host, or the number of CPU devices.
       slices: number of slices, which only the network of the data centre connects.
@@ -57,7 +57,7 @@ class Target:
             return _cpus(self)
         try:
             with _quiet():
-                found = _tpus(self) if self.chip.platform == "tpu" else _gpus(self)
+                devices = _tpus(self) if self.chip.platform == "tpu" else _gpus(self)
         except Exception as e:
             raise (
                 _missing(self)
@@ -66,15 +66,15 @@ class Target:
                     f"topology {self.name!r}", f"the compiler refuses it: {str(e).splitlines()[0]}", _EXAMPLE
                 )
             ) from e
-        found.sort(key=lambda d: (getattr(d, "slice_index", 0) or 0, d.process_index, d.id))
-        return found[: self.num_devices]
+        devices.sort(key=lambda d: (getattr(d, "slice_index", 0) or 0, d.process_index, d.id))
+        return devices[: self.num_devices]
 
 
 def parse(names: Sequence[str]) -> list[Target]:
     """Returns the targets of these names. `v5p:1,16,256` stands for three.
 
     Raises:
-      InvalidArgumentError: a name is not that of a topology.
+      InvalidArgumentError: a name is not the name of a topology.
     """
     if isinstance(names, str) or not isinstance(names, (list, tuple)) or not names:
         raise InvalidArgumentError(f"topologies={shown(names)}", "must be a list of names.", _EXAMPLE)
@@ -110,7 +110,7 @@ def _parse(name: str) -> Target:
 
 
 def _hosts(name: str, chip: Chip, sizes: tuple[int, ...]) -> Target:
-    """Returns hosts of GPUs. A single number is that of all GPUs."""
+    """Returns hosts of GPUs. A single number is the total number of GPUs."""
     if len(sizes) == 1:
         n = sizes[0]
         sizes = (1, n) if n <= chip.per_host else (n // chip.per_host, chip.per_host)
@@ -128,16 +128,16 @@ def _hosts(name: str, chip: Chip, sizes: tuple[int, ...]) -> Target:
 
 
 def _torus(name: str, chip: Chip, sizes: tuple[int, ...], slices: int) -> Target:
-    """Returns slices of TPUs. A single number is that of all chips, which then form the most compact torus."""
+    """Returns slices of TPUs. A single number is the total number of chips, which form the most compact torus."""
     example = f"{chip.name}:{'x'.join(map(str, _HOST[:1] * chip.dims))}"
     if len(sizes) == 1:
         n, most = sizes[0], math.prod(chip.largest)
         if slices == 1 and n > most and n % most == 0:
             slices, n = n // most, most
-        found = _compact(n, chip)
-        if found is None:
+        torus = _compact(n, chip)
+        if torus is None:
             raise InvalidArgumentError(f"topology {name!r}", f"no torus of {chip.name} has {n} chips.", example)
-        sizes = found
+        sizes = torus
     if len(sizes) != chip.dims:
         raise InvalidArgumentError(f"topology {name!r}", f"a slice of {chip.name} has {chip.dims} dims.", example)
     if any(size > most for size, most in zip(sorted(sizes), sorted(chip.largest), strict=True)):
@@ -174,13 +174,13 @@ def _cpus(target: Target) -> list[jax.Device]:
 
 def _tpus(target: Target) -> list[jax.Device]:
     assert target.chip is not None
-    wanted = target.sizes
+    sizes = target.sizes
     host: tuple[int, ...] = _HOST
-    if math.prod(wanted) < math.prod(_HOST):
-        wanted = _HOST[: target.chip.dims]
-    elif target.chip.dims == 2 and sorted(wanted) == [2, 4]:
-        host = (*wanted, 1)  # One host has eight chips.
-    name = f"{target.chip.name}:{'x'.join(map(str, wanted))}"
+    if math.prod(sizes) < math.prod(_HOST):
+        sizes = _HOST[: target.chip.dims]
+    elif target.chip.dims == 2 and sorted(sizes) == [2, 4]:
+        host = (*sizes, 1)  # One host has eight chips.
+    name = f"{target.chip.name}:{'x'.join(map(str, sizes))}"
     with _libtpu_settings():
         topology = topologies.get_topology_desc(
             name, platform="tpu", num_slices=target.slices, chips_per_host_bounds=host
