@@ -48,7 +48,7 @@ FAULTS = [
     Fault(
         "error feedback forgets the second rounding",
         "codes:coded_sum",
-        " + jnp.where(is_own, own - code.decode(result, x.dtype), 0)",
+        " + jnp.where(is_own, shard - code.decode(result, x.dtype), 0)",
         "",
         "unit/collectives/test_compression.py",
     ),
@@ -571,7 +571,7 @@ FAULTS = [
     Fault(
         "padding is counted in the mean over a batch",
         "reduction:_reduce_global",
-        "total / (mask.sum(axis=reduced) * others)",
+        "total / (mask.sum(axis=reduced) * elements_per_row)",
         "total / math.prod(data.shape[d] for d in reduced)",
         "unit/strategies/test_results.py unit/strategies/test_base.py",
     ),

@@ -91,14 +91,14 @@ _ROOMS = (
 
 
 def _hint(name: str) -> str:
-    """Returns what to write instead of a name that is not there: the same name elsewhere, or the nearest one."""
+    """Returns a hint for a missing name: the same name in a submodule, or the nearest name."""
     if name == "distribute":
         return "\nHINT: phalanx itself has the names of tf.distribute, for example phalanx.MirroredStrategy"
     rooms = {f"phalanx.{room}": importlib.import_module(f"phalanx.{room}") for room in _ROOMS}
-    found = next((f"{path}.{name}" for path, room in rooms.items() if hasattr(room, name)), "")
-    if not found and (near := difflib.get_close_matches(name, __dir__(), n=1)):
-        found = f"phalanx.{near[0]}"
-    return f"\nHINT: {found}" if found else ""
+    suggestion = next((f"{path}.{name}" for path, room in rooms.items() if hasattr(room, name)), "")
+    if not suggestion and (near := difflib.get_close_matches(name, __dir__(), n=1)):
+        suggestion = f"phalanx.{near[0]}"
+    return f"\nHINT: {suggestion}" if suggestion else ""
 
 
 def __dir__() -> list[str]:

@@ -58,7 +58,7 @@ def compute_average_loss(
             raise InvalidArgumentError(f"sample_weight={shown(sample_weight)}", "must be real.", "sample_weight=None")
         weight = weight.astype(loss.dtype)
         weight = over_rows(weight, loss)
-        if any(n not in (1, own) for n, own in zip(weight.shape, loss.shape, strict=False)) or weight.ndim > loss.ndim:
+        if any(n not in (1, dim) for n, dim in zip(weight.shape, loss.shape, strict=False)) or weight.ndim > loss.ndim:
             raise InvalidArgumentError(
                 f"sample_weight of shape {np.shape(sample_weight)}",
                 f"does not broadcast to losses of shape {loss.shape}.",

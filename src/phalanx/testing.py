@@ -188,8 +188,8 @@ def assert_in_sync(*objects: object) -> None:
 
 
 def _assert_equal_everywhere(variables: list[Variable], topology: Topology) -> None:
-    own = np.array([[_digest(c) for c in _copies(v, topology)] for v in variables])
-    everywhere = np.concatenate(topology.exchange(own), axis=1)
+    local_digests = np.array([[_digest(c) for c in _copies(v, topology)] for v in variables])
+    everywhere = np.concatenate(topology.exchange(local_digests), axis=1)
     # Shape: (variables, replicas, devices_per_replica, words of a digest).
     everywhere = everywhere.reshape(len(variables), topology.num_replicas, topology.devices_per_replica, -1)
     all_odd = {i: odd for i, digests in enumerate(everywhere) if (odd := _odd_replicas(digests)).replicas}
@@ -220,8 +220,8 @@ def _copies(variable: Variable, topology: Topology) -> list[Any]:
         return [np.zeros(0)] * len(devices)
     if not isinstance(value, jax.Array) or value.sharding != topology.sharding_of(path, variable.shape):
         return [value] * len(devices)
-    own = {s.device: s.data for s in value.addressable_shards}
-    return [own[d] for d in devices]
+    shards = {s.device: s.data for s in value.addressable_shards}
+    return [shards[d] for d in devices]
 
 
 def _digest(value: object) -> np.ndarray:

@@ -132,25 +132,25 @@ PICTURES = (".png", ".svg", ".pdf")
 
 
 def json_or_picture(name: str, value: object, hint: str) -> Path:
-    """Returns the path of a file that results can be written into.
+    """Returns the path of a file for results.
 
     Raises:
-      InvalidArgumentError: the name has another ending, or its folder does not exist.
-      MissingDependencyError: it is that of a picture, and matplotlib is not installed.
+      InvalidArgumentError: the file type is not supported, or the folder does not exist.
+      MissingDependencyError: the file is a picture, and matplotlib is not installed.
     """
-    found = Path(path(name, value, hint))
-    called = f"{name}={str(found)!r}"
-    if found.suffix not in (".json", *PICTURES):
+    file = Path(path(name, value, hint))
+    called = f"{name}={str(file)!r}"
+    if file.suffix not in (".json", *PICTURES):
         raise InvalidArgumentError(called, "must end with .json, .png, .svg or .pdf.", hint)
-    if not found.parent.is_dir():
-        raise InvalidArgumentError(called, "its folder does not exist.", f"mkdir -p {found.parent}")
-    if found.suffix in PICTURES:
+    if not file.parent.is_dir():
+        raise InvalidArgumentError(called, "its folder does not exist.", f"mkdir -p {file.parent}")
+    if file.suffix in PICTURES:
         try:
             importlib.import_module("matplotlib.figure")
         except ImportError as e:
             words = "the package matplotlib is not installed."
             raise MissingDependencyError(called, words, "pip install matplotlib") from e
-    return found
+    return file
 
 
 def instance(name: str, value: object, kind: type[T], hint: str) -> T:
@@ -210,10 +210,10 @@ def typed(error: type[PhalanxError] = InvalidArgumentError) -> Callable[[F], F]:
         @functools.wraps(fn)
         def checked(*args: object, **kwargs: object) -> PyTree:
             try:
-                given = signature.bind(*args, **kwargs).arguments
+                arguments = signature.bind(*args, **kwargs).arguments
             except TypeError:
                 return fn(*args, **kwargs)  # Python's own message for a call that does not match the signature.
-            for name, value in given.items():
+            for name, value in arguments.items():
                 kind = signature.parameters[name].kind
                 if name in hints() and kind in (
                     inspect.Parameter.POSITIONAL_OR_KEYWORD,

@@ -70,23 +70,23 @@ class Int8(Code):
 
 
 def coded_sum(code: Code, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Sums arrays over the replicas. Each replica adds up one part of all arrays, and sends the result to all others.
+    """Sums arrays over the replicas. Each replica sums one shard of all arrays, and sends the result to all other replicas.
 
     Args:
-      code: the code in which the parts and the results are sent.
+      code: the code in which shards and results are sent.
       x: the array of this replica, of any shape.
 
     Returns:
-      The total, with the same bits on all replicas, and what this replica has not sent: the rounding of its array, and that of the
-      results of its part. Over all replicas, these add up to what is missing in the total.
+      The total, with the same bits on all replicas, and the rounding errors of this replica: of its array, and of the shard that it
+      sums. Summed over all replicas, they are the error of the total.
     """
     n = lax.axis_size(REPLICA_AXIS)
     parts = jnp.pad(x.ravel(), (0, -x.size % (n * code.block))).reshape(n, -1)
     sent = code.encode(parts)
     arrived = all_to_all(sent, REPLICA_AXIS, split_axis=0, concat_axis=0)
-    own = code.decode(arrived, x.dtype).sum(axis=0, keepdims=True)
-    result = code.encode(own)
+    shard = code.decode(arrived, x.dtype).sum(axis=0, keepdims=True)
+    result = code.encode(shard)
     total = code.decode(lax.all_gather(result, REPLICA_AXIS, tiled=True), x.dtype)
     is_own = jnp.arange(n)[:, None] == lax.axis_index(REPLICA_AXIS)
-    unsent = parts - code.decode(sent, x.dtype) + jnp.where(is_own, own - code.decode(result, x.dtype), 0)
+    unsent = parts - code.decode(sent, x.dtype) + jnp.where(is_own, shard - code.decode(result, x.dtype), 0)
     return total.ravel()[: x.size].reshape(x.shape), unsent.ravel()[: x.size].reshape(x.shape)

@@ -56,46 +56,46 @@ class CompressedSum:
                 "no gradient of this step becomes shorter by it.",
                 "a smaller rank, or CommunicationOptions() without compression",
             )
-        own = [trained[i] for i in self._taken]
+        variables = [trained[i] for i in self._taken]
         make = lambda v: compat.unsent(tuple(v.shape))  # noqa: E731
-        self._unsent = compat.beside(optimizer, "unsent", own, make) if compression.error_feedback else []
-        hinted = [v for v in own if compression.hint_shape(tuple(v.shape)) is not None]
+        self._unsent = compat.beside(optimizer, "unsent", variables, make) if compression.error_feedback else []
+        hinted = [v for v in variables if compression.hint_shape(tuple(v.shape)) is not None]
         self._hints = compat.beside(
             optimizer, "hint", hinted, lambda v: _random(compression.hint_shape(tuple(v.shape)))
         )
         self.variables = [*self._unsent, *self._hints]
 
-    def sum(self, grads: Sequence[Any], kept: Sequence[jax.Array]) -> tuple[list[Any], list[jax.Array]]:
+    def sum(self, grads: Sequence[Any], state: Sequence[jax.Array]) -> tuple[list[Any], list[jax.Array]]:
         """Returns the sums of gradients over the replicas, and the new values of `variables`.
 
         Args:
           grads: one gradient per variable, or None.
-          kept: the values of `variables`.
+          state: the values of `variables`.
         """
         taken = set(self._taken)
         sums = self._whole([None if i in taken else g for i, g in enumerate(grads)])
-        own = [grads[i].astype(jnp.float32) for i in self._taken]
-        totals, new = self._sum(own, list(kept)) if own else ([], list(kept))
+        gradients = [grads[i].astype(jnp.float32) for i in self._taken]
+        totals, new = self._sum(gradients, list(state)) if gradients else ([], list(state))
         for i, total in zip(self._taken, totals, strict=True):
             sums[i] = total.astype(grads[i].dtype)
         return sums, new
 
-    def _sum(self, arrays: list[jax.Array], kept: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
+    def _sum(self, arrays: list[jax.Array], state: list[jax.Array]) -> tuple[list[jax.Array], list[jax.Array]]:
         count = len(self._unsent)
 
         def compressed() -> tuple[list[jax.Array], list[jax.Array]]:
-            unsent = kept[:count]
-            given = [x + e for x, e in zip(arrays, unsent, strict=True)] if unsent else arrays
+            unsent = state[:count]
+            inputs = [x + e for x, e in zip(arrays, unsent, strict=True)] if unsent else arrays
             if self._is_alone:
-                return given, [*map(jnp.zeros_like, unsent), *kept[count:]]
-            found = self._compression.sum(given, kept[count:])
-            return found.totals, [*(found.unsent if unsent else []), *found.hints]
+                return inputs, [*map(jnp.zeros_like, unsent), *state[count:]]
+            output = self._compression.sum(inputs, state[count:])
+            return output.totals, [*(output.unsent if unsent else []), *output.hints]
 
         if not self._compression.start_step:
             return compressed()
         is_early = keras.ops.convert_to_tensor(self._optimizer.iterations) < self._compression.start_step
         result: tuple[list[jax.Array], list[jax.Array]] = lax.cond(
-            is_early, lambda: (self._whole(arrays), kept), compressed
+            is_early, lambda: (self._whole(arrays), state), compressed
         )
         return result
 

@@ -129,10 +129,10 @@ class LowRankSum(Compression):
         matrices = [x.reshape(_matrix(x.shape)) for x in arrays]
         left = _sums([m @ q for m, q in zip(matrices, hints, strict=True)])
         bases = [jnp.linalg.qr(p)[0] for p in left]
-        own = [m.T @ p for m, p in zip(matrices, bases, strict=True)]
-        right = _sums(own)
+        factors = [m.T @ p for m, p in zip(matrices, bases, strict=True)]
+        right = _sums(factors)
         totals = [(p @ q.T).reshape(x.shape) for p, q, x in zip(bases, right, arrays, strict=True)]
-        unsent = [x - (p @ q.T).reshape(x.shape) for p, q, x in zip(bases, own, arrays, strict=True)]
+        unsent = [x - (p @ q.T).reshape(x.shape) for p, q, x in zip(bases, factors, arrays, strict=True)]
         return Sum(totals, unsent, right)
 
 
@@ -141,16 +141,16 @@ def compression_of(options: CommunicationOptions) -> Compression | None:
     choice = options.compression
     if choice is None:
         return None
-    found: Compression
+    compression: Compression
     if isinstance(choice, PowerSGD):
-        found = LowRankSum(choice.rank)
-        found.start_step = choice.start_step
+        compression = LowRankSum(choice.rank)
+        compression.start_step = choice.start_step
     elif isinstance(choice, TopK):
-        found = LargestSum(choice.fraction)
+        compression = LargestSum(choice.fraction)
     else:
-        found = CodedSum(Int8() if choice == "int8" else Rounded(choice))
-    found.error_feedback = options.error_feedback
-    return found
+        compression = CodedSum(Int8() if choice == "int8" else Rounded(choice))
+    compression.error_feedback = options.error_feedback
+    return compression
 
 
 def _matrix(shape: Sequence[int]) -> tuple[int, int]:

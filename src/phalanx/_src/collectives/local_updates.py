@@ -108,9 +108,9 @@ class LocalSGD(LocalUpdates):
     def _synchronizations(self, applied: Applied) -> Iterator[Synchronization]:
         optimizer, trained = applied.optimizer, applied.trained
         compat.take_outer(trained)  # They may have been trained with `DiLoCo` before.
-        own = set(map(id, [*trained, *optimizer.variables]))
-        own -= set(map(id, compat.accumulators(optimizer, trained) if compat.accumulation_steps(optimizer) else ()))
-        yield _average([v for v in applied.written if id(v) in own or _is_of_nobody(v)], applied, self.every)
+        ids = set(map(id, [*trained, *optimizer.variables]))
+        ids -= set(map(id, compat.accumulators(optimizer, trained) if compat.accumulation_steps(optimizer) else ()))
+        yield _average([v for v in applied.written if id(v) in ids or _is_of_nobody(v)], applied, self.every)
 
 
 @final
@@ -178,12 +178,12 @@ class DiLoCo(LocalUpdates):
         yield _average(list(filter(_is_of_nobody, applied.written)), applied, self.every)
 
     def _new_outer_optimizer(self) -> keras.optimizers.Optimizer:
-        given = self.outer_optimizer
-        if given is None:
+        optimizer = self.outer_optimizer
+        if optimizer is None:
             return keras.optimizers.SGD(0.7, momentum=0.9, nesterov=True, name="outer")
-        if isinstance(given, keras.optimizers.Optimizer):
-            return type(given).from_config(self._config)
-        made = given()
+        if isinstance(optimizer, keras.optimizers.Optimizer):
+            return type(optimizer).from_config(self._config)
+        made = optimizer()
         _require_optimizer(made)
         return made
 
@@ -198,7 +198,7 @@ class DiLoCo(LocalUpdates):
         changes = [shape_dtype(tuple(v.shape), compat.dtype_of(v)) for v in fragment]
         compression = compression_of(CommunicationOptions(compression=self.compression))
         compressed = compression and CompressedSum(compression, whole, optimizer, changes, fragment)
-        kept = compressed.variables if compressed else []
+        compression_variables = compressed.variables if compressed else []
         lengths = [len(fragment), len(outer), len(state)]
 
         def step(values: list[jax.Array]) -> list[jax.Array]:
@@ -217,7 +217,7 @@ class DiLoCo(LocalUpdates):
             changed: list[jax.Array] = lax.cond(due, step, lambda x: x, values)
             return changed
 
-        return Synchronization([*fragment, *outer, *state, *kept], run)
+        return Synchronization([*fragment, *outer, *state, *compression_variables], run)
 
 
 def require_groups(local: LocalUpdates, num_replicas: int) -> None:
@@ -249,8 +249,8 @@ def gradients_of(local: LocalUpdates, grads: Sequence[Any], num_replicas: int) -
     scaled = [g * count for g in grads if g is not None]
     if size > 1:
         scaled = _sums(scaled, None if count == 1 else size)
-    found = iter(scaled)
-    return [None if g is None else next(found) for g in grads]
+    gradients = iter(scaled)
+    return [None if g is None else next(gradients) for g in grads]
 
 
 def synchronizations(local: LocalUpdates, applied: Applied) -> Iterator[Synchronization]:
@@ -292,8 +292,8 @@ def _average(variables: list[Variable], applied: Applied, every: int) -> Synchro
         return Synchronization([], lambda values: values)
 
     def means(values: list[jax.Array]) -> list[jax.Array]:
-        found = [(total / n).astype(x.dtype) for total, x in zip(_sums(values), values, strict=True)]
-        return [_constrained(v, x) for v, x in zip(variables, found, strict=True)]
+        averages = [(total / n).astype(x.dtype) for total, x in zip(_sums(values), values, strict=True)]
+        return [_constrained(v, x) for v, x in zip(variables, averages, strict=True)]
 
     return Synchronization(
         variables, lambda values: lax.cond(compat.is_due(applied.optimizer, every), means, lambda x: x, values)

@@ -216,12 +216,12 @@ def joined(arrays: list[jax.Array]) -> jax.Array:
 
 
 def split(flat: jax.Array, arrays: list[jax.Array]) -> list[jax.Array]:
-    """Splits a flat array into arrays of the shapes of others, as the inverse of `joined`."""
-    found, start = [], 0
+    """Splits a flat array into arrays with the shapes of `arrays`. The inverse of `joined`."""
+    pieces, start = [], 0
     for x in arrays:
-        found.append(flat[start : start + x.size].reshape(x.shape))
+        pieces.append(flat[start : start + x.size].reshape(x.shape))
         start += x.size
-    return found
+    return pieces
 
 
 def communicates(eqn: jex.JaxprEqn) -> bool:

@@ -56,13 +56,13 @@ def shapes(of: Sequence[tuple[Variable, tuple[int, ...]]]) -> Iterator[None]:
     Args:
       of: pairs of a variable and its temporary shape.
     """
-    own = [v._shape for v, _ in of]
+    original_shapes = [v._shape for v, _ in of]
     for variable, shape in of:
         variable._shape = shape
     try:
         yield
     finally:
-        for (variable, _), shape in zip(of, own, strict=True):
+        for (variable, _), shape in zip(of, original_shapes, strict=True):
             variable._shape = shape
 
 

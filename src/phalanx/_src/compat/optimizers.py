@@ -86,21 +86,21 @@ def restricted(optimizer: keras.optimizers.Optimizer, variables: Sequence[Variab
     The slots of all other variables are hidden. Slots without a variable, such as `iterations`, stay.
     """
     one = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
-    kept = set(map(id, variables))
-    is_kept = [id(v) in kept for v in one._trainable_variables]
+    ids = set(map(id, variables))
+    is_kept = [id(v) in ids for v in one._trainable_variables]
     parts = {
         "_trainable_variables": itertools.compress(one._trainable_variables, is_kept),
-        "_variables": [s for s in one._variables if reference_of(s) is None or id(reference_of(s)) in kept],
+        "_variables": [s for s in one._variables if reference_of(s) is None or id(reference_of(s)) in ids],
     }
     if one.use_ema:
         parts["_model_variables_moving_average"] = itertools.compress(one._model_variables_moving_average, is_kept)
-    own = vars(one).copy()
-    # Through `vars`, because `Optimizer.__setattr__` of Keras would track the new lists as new variables.
+    attributes = vars(one).copy()
+    # Through `vars`, because Keras's `Optimizer.__setattr__` would track the new lists as new variables.
     vars(one).update({name: list(part) for name, part in parts.items()})
     try:
         yield
     finally:
-        vars(one).update({name: own[name] for name in parts})
+        vars(one).update({name: attributes[name] for name in parts})
 
 
 def clipped(optimizer: keras.optimizers.Optimizer, grads: Sequence[Any]) -> Sequence[Any]:
@@ -132,9 +132,9 @@ def apply_stateless(
     """
     build_optimizer(optimizer, variables)
     trained = trained_by(optimizer, variables)
-    own = optimizer.variables
-    new_trained, new_own = optimizer.stateless_apply([v.value for v in own], list(grads), [v.value for v in trained])
-    for variable, value in zip([*trained, *own], [*new_trained, *new_own], strict=True):
+    state = optimizer.variables
+    new_trained, new = optimizer.stateless_apply([v.value for v in state], list(grads), [v.value for v in trained])
+    for variable, value in zip([*trained, *state], [*new_trained, *new], strict=True):
         variable.assign(value)
 
 
@@ -180,9 +180,9 @@ def _apply_gradients(
         return original(self, pairs)
 
 
-def _no_pairs(optimizer: keras.optimizers.Optimizer, found: str) -> InvalidArgumentError:
+def _no_pairs(optimizer: keras.optimizers.Optimizer, argument: str) -> InvalidArgumentError:
     return InvalidArgumentError(
-        f"{type(optimizer).__name__}.apply_gradients of {found}",
+        f"{type(optimizer).__name__}.apply_gradients of {argument}",
         "the argument must be one list of pairs (gradient, variable).",
         "optimizer.apply_gradients(zip(gradients, variables))",
     )

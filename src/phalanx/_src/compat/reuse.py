@@ -59,8 +59,8 @@ class VariableStore:
         Raises:
           VariableError: the known variable has another shape.
         """
-        given = inspect.signature(kind.__init__).bind(None, *args, **kwargs).arguments
-        name = given.get("name") or _next_name(kind)
+        arguments = inspect.signature(kind.__init__).bind(None, *args, **kwargs).arguments
+        name = arguments.get("name") or _next_name(kind)
         path = "/".join(filter(None, (current_path(), name)))
         count = self._taken[path]
         self._taken[path] += 1
@@ -69,8 +69,8 @@ class VariableStore:
         if variable is None:
             variable = self.variables[key] = object.__new__(kind)
             return variable
-        _require_shape(key, given.get("shape"), variable.shape)
-        if not given.get("name"):
+        _require_shape(key, arguments.get("shape"), variable.shape)
+        if not arguments.get("name"):
             auto_name(kind.__name__)  # Counts the name that the known variable has.
         return variable
 
@@ -83,10 +83,10 @@ def _next_name(kind: type[Variable]) -> str:
 
 
 def _require_shape(name: str, shape: Sequence[int] | int | None, known: Sequence[int]) -> None:
-    asked = (shape,) if isinstance(shape, int) else shape
-    if asked is not None and tuple(asked) != tuple(known):
+    new_shape = (shape,) if isinstance(shape, int) else shape
+    if new_shape is not None and tuple(new_shape) != tuple(known):
         raise VariableError(
-            f"the variable {name!r} of shape {tuple(asked)}",
+            f"the variable {name!r} of shape {tuple(new_shape)}",
             f"a variable of this name exists and has the shape {tuple(known)}.",
             "features of the same shapes in all calls; or another name for the layer",
         )
@@ -94,14 +94,16 @@ def _require_shape(name: str, shape: Sequence[int] | int | None, known: Sequence
 
 def store() -> VariableStore | None:
     """Returns the store whose variables are reused in this thread, or None."""
-    found: VariableStore | None = global_state.get_global_attribute(_STORE)
-    return found
+    variable_store: VariableStore | None = global_state.get_global_attribute(_STORE)
+    return variable_store
 
 
 def _new(kind: type[Variable], *args: PyTree, **kwargs: PyTree) -> Variable:
-    found = store()
+    variable_store = store()
     # Without arguments, a variable is copied or unpickled.
-    return object.__new__(kind) if found is None or not (args or kwargs) else found.find(kind, args, kwargs)
+    if variable_store is None or not (args or kwargs):
+        return object.__new__(kind)
+    return variable_store.find(kind, args, kwargs)
 
 
 Variable.__new__ = _new

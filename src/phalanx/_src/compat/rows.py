@@ -28,12 +28,12 @@ _Moments = tuple[jax.Array, jax.Array]
 _R = TypeVar("_R")
 
 
-def _is_number(metric: keras.metrics.Metric, given: dict[str, Any]) -> bool:
+def _is_number(metric: keras.metrics.Metric, arguments: dict[str, Any]) -> bool:
     """Whether a metric is a function that returns one number per batch instead of one value per row."""
-    if not isinstance(metric, keras.metrics.MeanMetricWrapper) or not {"y_true", "y_pred"} <= given.keys():
+    if not isinstance(metric, keras.metrics.MeanMetricWrapper) or not {"y_true", "y_pred"} <= arguments.keys():
         return False
     # Keras's metric functions reduce the last dim. They would return a scalar for rank 1 too, so test them with columns.
-    columns = [x[:, None] if jnp.ndim(x) == 1 else x for x in (given["y_true"], given["y_pred"])]
+    columns = [x[:, None] if jnp.ndim(x) == 1 else x for x in (arguments["y_true"], arguments["y_pred"])]
     return jnp.ndim(jax.eval_shape(functools.partial(metric._fn, **metric._fn_kwargs), *columns)) == 0
 
 
@@ -78,38 +78,38 @@ def _update_with_real_rows(
         return original(self, *args, **kwargs)
     mask = scope.example_mask()
     rows = {jnp.shape(x)[:1] for x in keras.tree.flatten(args) if x is not None}
-    given = call.bind(self, *args, **kwargs).arguments
-    if rows != {()} and _is_number(self, given):
+    arguments = call.bind(self, *args, **kwargs).arguments
+    if rows != {()} and _is_number(self, arguments):
         rows = {()}
         if mask is not None:
             _warn_of_padding(f"The metric {self.name!r}")
     if scope.is_averaging and rows == {()}:
-        given["sample_weight"] = scope.weight_of_mean(given.get("sample_weight"))
-        return original(**given)
+        arguments["sample_weight"] = scope.weight_of_mean(arguments.get("sample_weight"))
+        return original(**arguments)
     if mask is None or rows == {()}:
         return original(self, *args, **kwargs)
     if rows != {mask.shape}:
-        if given.get("sample_weight") is None:
+        if arguments.get("sample_weight") is None:
             raise InputError(
                 f"{self.name}.update_state of {sorted(rows)} rows",
                 f"the batch is padded to {mask.shape[0]} rows, so its mask does not fit these arrays.",
                 "arrays whose dim 0 is the rows of the batch, or a sample_weight that is 0 for padding",
             )
         return original(self, *args, **kwargs)
-    weight = given.get("sample_weight")
+    weight = arguments.get("sample_weight")
     arrays = [jnp.asarray(x) for x in args]
     if isinstance(self, keras.metrics.MeanMetricWrapper) and weight is None and all(x.ndim == 1 for x in arrays):
         # Keras would reduce the only dim and count the batch as one value, to which no weights per row apply. Reshape the
         # arrays to columns, and give the rows weights that add up to the same count.
-        given.update(zip(list(given)[1:], (x[:, None] for x in arrays), strict=False))
+        arguments.update(zip(list(arguments)[1:], (x[:, None] for x in arrays), strict=False))
         weight = jnp.full(mask.shape, scope.count_of_a_row())
     dtype = keras.backend.standardize_dtype(self.dtype)
     weight = jnp.ones((), dtype) if weight is None else jnp.asarray(weight)
-    given["sample_weight"] = jnp.where(mask.reshape(mask.shape + (1,) * max(0, weight.ndim - 1)), weight, 0)
+    arguments["sample_weight"] = jnp.where(mask.reshape(mask.shape + (1,) * max(0, weight.ndim - 1)), weight, 0)
     # Metrics that this metric updates inside `update_state` receive these weights, and must not apply the mask again.
     global_state.set_global_attribute("phalanx_weighed", True)
     try:
-        return original(**given)
+        return original(**arguments)
     finally:
         global_state.set_global_attribute("phalanx_weighed", False)
 
@@ -212,9 +212,9 @@ def _extend_metric(metric: type) -> None:
     """Wraps `update_state` of a metric class and of all its subclasses that exist already."""
     if "update_state" in vars(metric):
         extend(metric, "update_state")(_update_state)
-    others: list[type] = metric.__subclasses__()
-    for other in others:
-        _extend_metric(other)
+    subclasses: list[type] = metric.__subclasses__()
+    for subclass in subclasses:
+        _extend_metric(subclass)
 
 
 _extend_metric(keras.metrics.Metric)

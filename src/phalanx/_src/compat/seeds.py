@@ -72,7 +72,7 @@ def agree_on_seed(agree: Callable[[np.ndarray], Any]) -> None:
     Args:
       agree: returns one process's int32 array on all processes. A collective call, so processes with a seed make it too.
     """
-    own = _get_random_seed()
-    agreed = agree(np.array(np.random.default_rng().integers(2**31 - 1) if own is None else own, np.int32))
-    if own is None:
+    seed = _get_random_seed()
+    agreed = agree(np.array(np.random.default_rng().integers(2**31 - 1) if seed is None else seed, np.int32))
+    if seed is None:
         keras.utils.set_random_seed(int(agreed))

@@ -139,13 +139,13 @@ def _value_of(initial_value: Any, shape: Any) -> Any:
         raise InvalidArgumentError(
             "phalanx.Variable was called without initial_value", "a variable needs an initial value.", hint
         )
-    asked = f"initial_value={shown(initial_value)}"
+    argument = f"initial_value={shown(initial_value)}"
     if callable(initial_value):
-        _require_no_arguments(asked, initial_value)
+        _require_no_arguments(argument, initial_value)
         initial_value = initial_value()
     if isinstance(initial_value, jax.core.Tracer):
         raise VariableError(
-            asked,
+            argument,
             "it is computed in the step that is being traced, but the variable must have a value before the step runs.",
             "create the variable outside the step, or pass a function: phalanx.Variable(lambda: jnp.zeros((2, 3)))",
         )
@@ -157,7 +157,7 @@ def _value_of(initial_value: Any, shape: Any) -> Any:
     except Exception as e:
         if isinstance(e, (InvalidArgumentError, VariableError)):
             raise
-        raise InvalidArgumentError(asked, "is not an array of numbers.", hint) from e
+        raise InvalidArgumentError(argument, "is not an array of numbers.", hint) from e
     if shape is not None and (not isinstance(shape, (tuple, list)) or tuple(shape) != value.shape):
         raise InvalidArgumentError(
             f"shape={shown(shape)}",
@@ -167,13 +167,13 @@ def _value_of(initial_value: Any, shape: Any) -> Any:
     return np.asarray(value)
 
 
-def _require_no_arguments(asked: str, fn: Callable[..., Any]) -> None:
+def _require_no_arguments(argument: str, fn: Callable[..., Any]) -> None:
     """Raises if `fn` cannot be called without arguments."""
     try:
         inspect.signature(fn).bind()
     except TypeError as e:
         raise InvalidArgumentError(
-            asked, f"it must be callable without arguments: {e}.", "phalanx.Variable(lambda: jnp.zeros((2, 3)))"
+            argument, f"it must be callable without arguments: {e}.", "phalanx.Variable(lambda: jnp.zeros((2, 3)))"
         ) from e
     except ValueError:  # Some functions that are written in C have no signature.
         return

@@ -59,12 +59,12 @@ def parts_of(owner: Owner) -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def _hidden(kind: type[keras.layers.Layer]) -> frozenset[str]:
-    """Returns the attributes that Keras itself uses to keep track of the parts of an object."""
-    heard, _growth[:] = _growth[:], []  # Nobody waits for the objects that are made here.
+    """Returns the attributes in which Keras itself tracks the parts of an object."""
+    listeners, _growth[:] = _growth[:], []  # The objects made here are not reported.
     try:
         return frozenset(name for base in _bare_objects(kind) for name in vars(base))
     finally:
-        _growth[:] = heard
+        _growth[:] = listeners
 
 
 def _bare_objects(kind: type[keras.layers.Layer]) -> list[Any]:
@@ -91,9 +91,9 @@ def beside(
     variables: Sequence[Variable],
     make: Callable[[Variable], Variable],
 ) -> list[Variable]:
-    """Returns a variable for each of some variables that an optimizer trains. They are made when they are first asked for.
+    """Returns one variable per trained variable of an optimizer, and makes the missing ones.
 
-    They do not belong to `optimizer.variables`, so files of Keras do not contain them, and checkpoints of Phalanx do.
+    They do not belong to `optimizer.variables`, so Keras files do not contain them. Phalanx checkpoints do.
 
     Args:
       optimizer: the optimizer.
@@ -101,36 +101,36 @@ def beside(
       variables: the trained variables.
       make: makes the variable for one of them.
     """
-    kept = _kept(optimizer, kind)
+    companions = _companions(optimizer, kind)
     indices = [str(optimizer._get_variable_index(v)) for v in variables]
-    new = {index: make(variable) for index, variable in zip(indices, variables, strict=True) if index not in kept}
-    kept.update(new)
+    new = {index: make(variable) for index, variable in zip(indices, variables, strict=True) if index not in companions}
+    companions.update(new)
     if new:
         _tell(optimizer)
-    return [kept[index] for index in indices]
+    return [companions[index] for index in indices]
 
 
 def optimizer_beside(
     optimizer: keras.optimizers.Optimizer, number: int, make: Callable[[], keras.optimizers.Optimizer]
 ) -> keras.optimizers.Optimizer:
-    """Returns an optimizer that belongs to another one, and is made when it is first asked for. Its variables are kept as in `beside`.
+    """Returns an optimizer that belongs to another one. The first call makes it. Its variables are stored as in `beside`.
 
     Args:
       optimizer: the other optimizer.
-      number: the number of the optimizer among those of the other one.
-      make: makes it.
+      number: the index of the optimizer, if the other one has several.
+      make: makes the optimizer.
     """
-    kept = _kept(optimizer, "optimizers")
-    if str(number) not in kept:
-        kept[str(number)] = make()
+    companions = _companions(optimizer, "optimizers")
+    if str(number) not in companions:
+        companions[str(number)] = make()
         _tell(optimizer)
-    return kept[str(number)]
+    return companions[str(number)]
 
 
-def _kept(optimizer: keras.optimizers.Optimizer, kind: str) -> dict[str, Any]:
+def _companions(optimizer: keras.optimizers.Optimizer, kind: str) -> dict[str, Any]:
     # Through `vars`, because Keras tracks what is set as an attribute.
-    kept: dict[str, Any] = vars(optimizer).setdefault("phalanx_kept", {}).setdefault(kind, {})
-    return kept
+    companions: dict[str, Any] = vars(optimizer).setdefault("phalanx_kept", {}).setdefault(kind, {})
+    return companions
 
 
 def _after(original: Callable[..., None], self: Owner, *args: PyTree) -> None:

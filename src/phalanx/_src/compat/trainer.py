@@ -278,6 +278,6 @@ def take_over_state(model: keras.Model, from_chief: Callable[[list[Any]], list[A
         variable.assign(value)
 
 
-def first_epoch(model: keras.Model, given: int) -> int:
-    """Returns the epoch at which `fit` begins: `given`, or a later one that a callback has restored."""
-    return model._initial_epoch or given
+def first_epoch(model: keras.Model, initial_epoch: int) -> int:
+    """Returns the epoch at which `fit` begins: `initial_epoch`, or a later one that a callback has restored."""
+    return model._initial_epoch or initial_epoch

@@ -312,13 +312,13 @@ def _make(original: Callable[..., Any], self: Variable, initializer: object, *ar
     if lift_scope() is None or callable(initializer) or isinstance(initializer, str):
         original(self, initializer, *args, **kwargs)
         return
-    given = dict(zip(("shape", "dtype", "trainable"), args[:3], strict=False)) | kwargs
+    arguments = dict(zip(("shape", "dtype", "trainable"), args[:3], strict=False)) | kwargs
     value = np.asarray(initializer)
-    given |= {
+    arguments |= {
         "shape": value.shape,
-        "dtype": given.get("dtype") or keras.backend.standardize_dtype(jnp.asarray(value).dtype),
+        "dtype": arguments.get("dtype") or keras.backend.standardize_dtype(jnp.asarray(value).dtype),
     }
-    original(self, lambda shape, dtype: keras.ops.convert_to_tensor(value, dtype=dtype), *args[3:], **given)
+    original(self, lambda shape, dtype: keras.ops.convert_to_tensor(value, dtype=dtype), *args[3:], **arguments)
 
 
 _smallest: list[int] = []

@@ -61,8 +61,8 @@ class Step(NamedTuple):
 
 def split(steps: list[Step], form: Form) -> tuple[list[Step], list[Step]]:
     """Returns the steps that make the next batch, and the remaining steps."""
-    others = (i for i, step in enumerate(steps) if step.rows != steps[0].rows or step.widest != steps[0].widest)
-    end = next(others, len(steps)) if form.alike else len(steps)
+    mismatches = (i for i, step in enumerate(steps) if step.rows != steps[0].rows or step.widest != steps[0].widest)
+    end = next(mismatches, len(steps)) if form.alike else len(steps)
     return steps[:end], steps[end:]
 
 

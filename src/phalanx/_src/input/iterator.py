@@ -382,18 +382,18 @@ def _unplaced(steps: Sequence[Step], room: int | None) -> PyTree:
     return wholes[0] if room is None else stack(wholes, len(wholes))
 
 
-def require_outside_programs(asked: str) -> None:
+def require_outside_programs(call: str) -> None:
     """Checks that no step is being traced.
 
     Args:
-      asked: what the user called, for the message.
+      call: the call for the error message.
 
     Raises:
       ContextError: a step is being traced.
     """
     if innermost() is not None:
         raise ContextError(
-            f"{asked} in a traced step",
+            f"{call} in a traced step",
             f"the loop at {user_place()} would be unrolled: every call would run as many iterations as the trace did.",
             "loop around the step: `for batch in dataset: step(batch)`; or strategy.run_steps(fn, iterator, steps)",
         )
@@ -407,5 +407,5 @@ def _shapes(batch: PyTree) -> list[tuple[int, ...]]:
     return list(map(np.shape, jax.tree.leaves(batch)))
 
 
-def _at_end(asked: str) -> OutOfRangeError:
-    return OutOfRangeError(asked, "the dataset has no further batch.", "get_next_as_optional(), or a for loop")
+def _at_end(call: str) -> OutOfRangeError:
+    return OutOfRangeError(call, "the dataset has no further batch.", "get_next_as_optional(), or a for loop")

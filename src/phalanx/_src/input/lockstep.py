@@ -104,8 +104,8 @@ class Lockstep(AbstractBatches):
         self._agreed.popleft()
         rows, widest = int(all_rows.sum()), int(all_widest.max())
         if self._own:
-            own = self._own.popleft()
-            return Step(own.piece, rows, widest, own.state)
+            step = self._own.popleft()
+            return Step(step.piece, rows, widest, step.state)
         # This worker has no rows left, but must take part in the collectives of the step.
         return Step(Piece([self._padding], [0] * self._worker.replicas, rows), rows, widest, None)
 
@@ -163,16 +163,16 @@ def _require_same_batch(rows: np.ndarray) -> None:
     """Checks that the workers split the same global batch.
 
     Args:
-      rows: int array (workers,). Rows of the global batch as each worker sees it; 0 if the worker reads rows of its own, or
+      rows: int array (workers,). Rows of the global batch as each worker sees it; 0 if the worker reads its own rows, or
         has no batch left.
 
     Raises:
       InputError: the numbers differ.
     """
     if (rows != rows[0]).any():
-        found = ", ".join(f"{count} rows on worker {worker}" for worker, count in enumerate(rows))
+        counts = ", ".join(f"{count} rows on worker {worker}" for worker, count in enumerate(rows))
         raise InputError(
-            "the next batch", f"it has {found}, but each worker takes its part of one global batch.", _SAME_DATA
+            "the next batch", f"it has {counts}, but each worker takes its part of one global batch.", _SAME_DATA
         )
 
 
@@ -189,10 +189,10 @@ def require_same_data(facts: Facts, exchange: Callable[[np.ndarray], np.ndarray]
     known = {"rows": facts.num_records, "batches": facts.num_batches, "rows in a batch": facts.batch_size}
     numbers = np.array([UNKNOWN if x is None else x for x in known.values()], np.int64)
     # Sent as pairs of int32, because JAX has no int64 unless `jax_enable_x64` is set.
-    found = np.ascontiguousarray(exchange(numbers.view(np.int32))).view(np.int64)
-    if (found != found[0]).any():
-        of_workers = [", ".join(f"{n} {name}" for n, name in zip(own, known, strict=True) if n >= 0) for own in found]
-        told = "; ".join(
-            f"worker {worker} has {own or 'an unknown number of rows'}" for worker, own in enumerate(of_workers)
+    table = np.ascontiguousarray(exchange(numbers.view(np.int32))).view(np.int64)
+    if (table != table[0]).any():
+        of_workers = [", ".join(f"{n} {name}" for n, name in zip(row, known, strict=True) if n >= 0) for row in table]
+        description = "; ".join(
+            f"worker {worker} has {text or 'an unknown number of rows'}" for worker, text in enumerate(of_workers)
         )
-        raise InputError("one dataset that is split over all workers", f"{told}.", _SAME_DATA)
+        raise InputError("one dataset that is split over all workers", f"{description}.", _SAME_DATA)

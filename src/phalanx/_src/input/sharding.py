@@ -151,13 +151,13 @@ def _resolved(dataset: Any, policy: AutoShardPolicy, facts: Facts, worker: Input
         policy = _policy_of_tensorflow(dataset)
     num_files = len(facts.files)
     if policy is AutoShardPolicy.FILE and worker.count > 1 and num_files < worker.count:
-        found = (
+        problem = (
             f"the dataset has {num_files} files for {worker.count} workers."
             if num_files
             else "the dataset does not consist of files."
         )
         raise InputError(
-            f"AutoShardPolicy.FILE for {shown(dataset)}", found, "auto_shard_policy=phalanx.data.AutoShardPolicy.DATA"
+            f"AutoShardPolicy.FILE for {shown(dataset)}", problem, "auto_shard_policy=phalanx.data.AutoShardPolicy.DATA"
         )
     if policy is AutoShardPolicy.AUTO and num_files >= worker.count:
         return AutoShardPolicy.FILE
@@ -200,7 +200,7 @@ def _own_shard(dataset: Any, worker: InputWorker) -> PyTree:
 
 def _shard(facts: Facts, policy: AutoShardPolicy, worker: InputWorker) -> WorkerShard:
     files = facts.files
-    own = tuple(files[i] for i in worker.files(len(files))) if policy is AutoShardPolicy.FILE else files
+    worker_files = tuple(files[i] for i in worker.files(len(files))) if policy is AutoShardPolicy.FILE else files
     rows = worker.rows(facts.batch_size) if facts.batch_size and policy is AutoShardPolicy.DATA else None
     return WorkerShard(
         worker=worker.index,
@@ -209,7 +209,7 @@ def _shard(facts: Facts, policy: AutoShardPolicy, worker: InputWorker) -> Worker
         records=(rows.start, rows.stop - 1) if rows is not None else None,
         batch_size=facts.batch_size,
         num_records=facts.num_records,
-        files=own,
+        files=worker_files,
         num_files=len(files),
         reads_all=policy is AutoShardPolicy.DATA and worker.count > 1 and not facts.has_random_access,
     )
@@ -261,10 +261,10 @@ class _CutReader(AbstractReader):
         if self._piece is None:
             return None
         total = sum(self._piece.counts)
-        own = self._worker.rows(total, self._cut)
+        rows = self._worker.rows(total, self._cut)
         self._cut += 1
-        part = rows_of(self._piece.parts[0], own, total)
-        return Piece([part], shard.shares(len(own), self._worker.replicas), None)
+        part = rows_of(self._piece.parts[0], rows, total)
+        return Piece([part], shard.shares(len(rows), self._worker.replicas), None)
 
     @override
     def get_state(self) -> State:

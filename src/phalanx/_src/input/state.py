@@ -81,12 +81,12 @@ def unmarked(state: State, facts: Facts) -> State:
             f"set_state({shown(state, 100)})", "a position must be a dict.", "a state that get_state returned"
         )
     rest = {name: entry for name, entry in state.items() if name != _DATA}
-    mark, own = state.get(_DATA, {}), marked(rest, facts).get(_DATA, {})
-    names = sorted(set(mark) & set(own)) if isinstance(mark, Mapping) else ()
+    mark, expected = state.get(_DATA, {}), marked(rest, facts).get(_DATA, {})
+    names = sorted(set(mark) & set(expected)) if isinstance(mark, Mapping) else ()
     differ = [
-        f"{name}={mark[name]!r} in the position and {own[name]} in this dataset"
+        f"{name}={mark[name]!r} in the position and {expected[name]} in this dataset"
         for name in names
-        if mark[name] != own[name]
+        if mark[name] != expected[name]
     ]
     if differ:
         raise InputError(

@@ -13,18 +13,18 @@ from phalanx.errors import InputError
 from phalanx.typing import PyTree
 
 
-def exchange_bytes(own: bytes, exchange: Callable[[np.ndarray], np.ndarray]) -> list[bytes]:
+def exchange_bytes(data: bytes, exchange: Callable[[np.ndarray], np.ndarray]) -> list[bytes]:
     """Returns the bytes that each worker passed, by rank. A collective call.
 
     Args:
-      own: bytes of this worker, of any length.
+      data: bytes of this worker, of any length.
       exchange: see `Topology.exchange`.
     """
     # The exchange needs equal shapes, so the lengths go first.
-    lengths = exchange(np.array([len(own)]))[:, 0]
-    # A power of two, because each length needs a program of its own.
+    lengths = exchange(np.array([len(data)]))[:, 0]
+    # A power of two, because each length compiles another program.
     padded = np.zeros(1 << int(lengths.max()).bit_length(), np.uint8)
-    padded[: len(own)] = np.frombuffer(own, np.uint8)
+    padded[: len(data)] = np.frombuffer(data, np.uint8)
     return [row[:n].tobytes() for row, n in zip(exchange(padded), lengths, strict=True)]
 
 
@@ -49,18 +49,18 @@ def unpacked(data: bytes) -> PyTree:
     """Returns the pytree that `packed` wrote.
 
     Raises:
-      InputError: it has objects of the user's own classes, which only unpickling would restore.
+      InputError: the batch has objects of user-defined classes, which only unpickling would restore.
     """
-    found = json.loads(data)
-    if "refused" in found:
+    message = json.loads(data)
+    if "refused" in message:
         raise InputError(
-            f"a worker without rows, beside workers whose batches are {found['refused']}",
+            f"a worker without rows, beside workers whose batches are {message['refused']}",
             "it pads with a row of another worker, and workers send each other arrays in tuples, lists and dicts only.",
             "batches of tuples, lists and dicts, or at least one row for each worker",
         )
     tree: Any = jax.tree_util.PyTreeDef
-    structure = tree.deserialize_using_proto(jax.tree_util.default_registry, base64.b64decode(found["structure"]))
-    return structure.unflatten([_array(*array) for array in found["arrays"]])
+    structure = tree.deserialize_using_proto(jax.tree_util.default_registry, base64.b64decode(message["structure"]))
+    return structure.unflatten([_array(*array) for array in message["arrays"]])
 
 
 def _name_of(dtype: np.dtype[Any]) -> str | None:

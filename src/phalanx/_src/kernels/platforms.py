@@ -18,11 +18,11 @@ def compiled_for(platforms: Sequence[str]) -> Iterator[None]:
         _platforms.reset(token)
 
 
-def are_cpus(own: Sequence[str]) -> bool:
+def are_cpus(strategy_platforms: Sequence[str]) -> bool:
     """Returns whether the program that is being traced is for CPUs only.
 
     Args:
-      own: platforms of the strategy's devices. They count unless the program is for other processes.
+      strategy_platforms: platforms of the strategy's devices. They count unless the program is for other processes.
     """
-    platforms = _platforms.get() or tuple(own)
+    platforms = _platforms.get() or tuple(strategy_platforms)
     return bool(platforms) and all(platform == "cpu" for platform in platforms)

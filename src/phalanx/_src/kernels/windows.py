@@ -45,44 +45,44 @@ class Windows:
         )
 
     def places(self, x: jax.Array, fill: float) -> list[jax.Array]:
-        """Returns one array for each place of a window, with that element of all windows.
+        """Returns one array per position in a window, with that element of all windows.
 
         Args:
           x: the array.
           fill: value of the padding.
         """
-        counts, found = self.counts(x.shape), []
+        counts, slices = self.counts(x.shape), []
         x = self._padded(x, fill, counts)
         for place in self._offsets():
             start, limit, step = [0] * x.ndim, list(x.shape), [1] * x.ndim
             for d, at, count, stride in zip(self.dims, place, counts, self.strides, strict=True):
                 start[d], limit[d], step[d] = at, at + (count - 1) * stride + 1, stride
-            found.append(lax.slice(x, start, limit, step))
-        return found
+            slices.append(lax.slice(x, start, limit, step))
+        return slices
 
     def linear_places(self, x: jax.Array) -> list[jax.Array]:
         """Returns the same as `places(x, 0)`, by operations with a fast transpose.
 
-        The transpose of a slice with a stride adds zeros between all elements. The array is split instead: into one part per
-        offset below the stride. The transpose of that joins the parts.
+        The transpose of a slice with a stride adds zeros between all elements. Instead, the array is split into one part per
+        offset below the stride, and the transpose joins the parts.
         """
         if all(stride == 1 for stride in self.strides):
             return self.places(x, 0)
-        counts, found = self.counts(x.shape), []
+        counts, slices = self.counts(x.shape), []
         parts = self._split(self._padded(x, 0, counts))
         for place in self._offsets():
             part = parts[tuple(at % stride for at, stride in zip(place, self.strides, strict=True))]
             start, limit = [0] * x.ndim, list(part.shape)
             for d, at, count, stride in zip(self.dims, place, counts, self.strides, strict=True):
                 start[d], limit[d] = at // stride, at // stride + count
-            found.append(lax.slice(part, start, limit))
-        return found
+            slices.append(lax.slice(part, start, limit))
+        return slices
 
     def overlap_add(self, places: Sequence[jax.Array], shape: Sequence[int]) -> jax.Array:
-        """Returns the transpose of `linear_places`: an array of this shape, in which overlapping windows are added."""
+        """Adds overlapping windows into an array of this shape. The transpose of `linear_places`."""
         like = shape_dtype(tuple(shape), places[0].dtype)
-        (found,) = jax.linear_transpose(self.linear_places, like)(list(places))
-        return jnp.asarray(found)
+        (total,) = jax.linear_transpose(self.linear_places, like)(list(places))
+        return jnp.asarray(total)
 
     def _offsets(self) -> Iterator[tuple[int, ...]]:
         return itertools.product(*map(range, self.sizes))

@@ -16,9 +16,9 @@ plain list."""
 @contextmanager
 def none() -> Iterator[None]:
     """Returns a context in which nothing is called before steps."""
-    kept = hooks[:]
+    saved_hooks = hooks[:]
     hooks.clear()
     try:
         yield
     finally:
-        hooks[:] = kept
+        hooks[:] = saved_hooks

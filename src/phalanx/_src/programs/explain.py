@@ -154,9 +154,9 @@ def _is_of_tensorflow(error: Exception) -> bool:
 
 def _tensorflow(error: Exception) -> TraceError:
     place = frames.place_of(error)
-    found = _CALL.search(place.expression) if place else None
-    name = found.group().partition(".")[2] if found else ""
-    called = f"{found.group()}(...)" if found else "a TensorFlow call"
+    match = _CALL.search(place.expression) if place else None
+    name = match.group().partition(".")[2] if match else ""
+    called = f"{match.group()}(...)" if match else "a TensorFlow call"
     return TraceError(
         f"{called} in a traced function{_place_of(error)}",
         "TensorFlow's operations cannot take the JAX arrays that are traced.",

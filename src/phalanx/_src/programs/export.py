@@ -87,45 +87,47 @@ def export(
     specs = [shape_dtype(np.shape(x), x.dtype) for x in inputs]
     recording = recording_key()
     with noting_questions() as has_asked:
-        found, rows = _traced(lambda inputs: Parts(fn(inputs)), specs)
+        discovery, rows = _traced(lambda inputs: Parts(fn(inputs)), specs)
         recording = recording if has_asked() else EITHER_WAY
-    written = [i for i, w in enumerate(found.written) if w]
-    is_seed = [any(v is s for s in found.seeds) for v in found.variables]
-    is_added = [adds and x is not None for x in found.outputs.increments]
-    kept = [(i, added) for i, added in zip(written, is_added, strict=True) if not is_seed[i]]
+    written = [i for i, w in enumerate(discovery.written) if w]
+    is_seed = [any(v is s for s in discovery.seeds) for v in discovery.variables]
+    is_added = [adds and x is not None for x in discovery.outputs.increments]
+    changes = [(i, added) for i, added in zip(written, is_added, strict=True) if not is_seed[i]]
 
     def program(values: list[Any], inputs: list[Any]) -> PyTree:
-        outputs = found.evaluate(values, [None] * len(values), inputs)
+        outputs = discovery.evaluate(values, [None] * len(values), inputs)
         pairs = dict(zip(written, zip(outputs.values, outputs.increments, strict=True), strict=True))
-        given = [[g for g in of_update if g is not None] for of_update in outputs.gradients]
-        pairs_of = zip(found.updates, given, strict=True)
-        given = [list(compat.clipped(u.optimizer, g)) if clips(u) else g for u, g in pairs_of]
+        gradients = [[g for g in of_update if g is not None] for of_update in outputs.gradients]
+        pairs_of = zip(discovery.updates, gradients, strict=True)
+        gradients = [list(compat.clipped(u.optimizer, g)) if clips(u) else g for u, g in pairs_of]
         results = [*outputs.result, *jax.tree.leaves(outputs.records)]
-        return results, [pairs[i][1] for i, a in kept if a], [pairs[i][0] for i, a in kept if not a], given
+        return results, [pairs[i][1] for i, a in changes if a], [pairs[i][0] for i, a in changes if not a], gradients
 
     with compat.shapes(rows):
-        values = [shape_dtype(tuple(v.shape), dtype_of(v)) for v in found.variables]
-    values += [shape_dtype(shape, np.int32) for _, shape in found.lookups]
-    tables = [next(i for i, v in enumerate(found.variables) if v is table) for table, _ in found.lookups]
-    for i, _ in kept:
+        values = [shape_dtype(tuple(v.shape), dtype_of(v)) for v in discovery.variables]
+    values += [shape_dtype(shape, np.int32) for _, shape in discovery.lookups]
+    tables = [next(i for i, v in enumerate(discovery.variables) if v is table) for table, _ in discovery.lookups]
+    for i, _ in changes:
         if i in tables:
             raise TraceError(
-                f"assign to {describe(found.variables[i])} in a scheduled step",
+                f"assign to {describe(discovery.variables[i])} in a scheduled step",
                 "the variable is a table, and a step has only the rows that it looks up.",
                 "optimizer.apply_gradients(...) in the step, or assign to the table at the coordinator",
             )
     return Exported(
         module=_serialized(program, platforms, values, specs),
-        ids=_ids_program(found, platforms, values, specs) if tables else b"",
+        ids=_ids_program(discovery, platforms, values, specs) if tables else b"",
         lookups=tuple(tables),
         num_rows={i: values[i].shape[0] for i in tables},
-        variables=tuple(found.variables),
-        added=tuple(i for i, a in kept if a),
-        set=tuple(i for i, a in kept if not a),
+        variables=tuple(discovery.variables),
+        added=tuple(i for i, a in changes if a),
+        set=tuple(i for i, a in changes if not a),
         seeds=tuple(i for i, s in enumerate(is_seed) if s),
-        updates=tuple(_given(u, g) for u, g in zip(found.updates, found.outputs.gradients, strict=True)),
-        output=found.outputs.structure,
-        records=jax.tree.structure(found.outputs.records),
+        updates=tuple(
+            _drop_missing_gradients(u, g) for u, g in zip(discovery.updates, discovery.outputs.gradients, strict=True)
+        ),
+        output=discovery.outputs.structure,
+        records=jax.tree.structure(discovery.outputs.records),
         recording=recording,
     )
 
@@ -145,11 +147,11 @@ def _traced(
     rows: list[tuple[Variable, tuple[int, ...]]] = []
     while True:
         with explained(prints=False), compat.shapes(rows):
-            found = trace_program(call, specs)
-        looked_up = _rows(found)
+            discovery = trace_program(call, specs)
+        looked_up = _rows(discovery)
         if [shape for _, shape in looked_up] == [shape for _, shape in rows]:
             break
-        if looked_up and any(isinstance(x, jax.core.Tracer) for x in found.jaxpr.consts):
+        if looked_up and any(isinstance(x, jax.core.Tracer) for x in discovery.jaxpr.consts):
             # The ids were computed in an inner trace, and leaked out of it.
             raise TraceError(
                 f"rows of {describe(looked_up[0][0])} looked up in a scheduled step",
@@ -158,26 +160,26 @@ def _traced(
             )
         # A trace with whole tables shows how many rows the step looks up. The next trace has that many.
         rows = looked_up
-    if found.draws:
+    if discovery.draws:
         raise refuse_draw()
-    if found.has_callback:
+    if discovery.has_callback:
         raise TraceError(
             "a scheduled step that calls back to Python (jax.debug.print, io_callback, pure_callback)",
             "workers get the step as a compiled program, which cannot call Python.",
             "return the value from the step, and print it at the coordinator",
         )
-    return found, rows
+    return discovery, rows
 
 
-def _rows(found: Discovery) -> list[tuple[Variable, tuple[int, ...]]]:
+def _rows(discovery: Discovery) -> list[tuple[Variable, tuple[int, ...]]]:
     """Returns each table with the shape of the rows that the program looks up."""
     totals: dict[int, int] = {}
-    for table, shape in found.lookups:
+    for table, shape in discovery.lookups:
         totals[id(table)] = totals.get(id(table), 0) + math.prod(shape)
-    return [(v, (totals[id(v)], *v.shape[1:])) for v in found.variables if id(v) in totals]
+    return [(v, (totals[id(v)], *v.shape[1:])) for v in discovery.variables if id(v) in totals]
 
 
-def _ids_program(found: Discovery, platforms: Sequence[str], values: list[Any], specs: list[Any]) -> bytes:
+def _ids_program(discovery: Discovery, platforms: Sequence[str], values: list[Any], specs: list[Any]) -> bytes:
     """Returns the program that computes the ids of the looked-up rows from the inputs alone.
 
     Raises:
@@ -185,10 +187,10 @@ def _ids_program(found: Discovery, platforms: Sequence[str], values: list[Any], 
     """
 
     def program(values: list[Any], inputs: list[Any]) -> PyTree:
-        return found.evaluate(values, [None] * len(values), inputs).ids
+        return discovery.evaluate(values, [None] * len(values), inputs).ids
 
-    kept = jax.export.export(jax.jit(program), platforms=tuple(platforms))(values, specs).module_kept_var_idx
-    if any(i < len(values) for i in kept):
+    used_inputs = jax.export.export(jax.jit(program), platforms=tuple(platforms))(values, specs).module_kept_var_idx
+    if any(i < len(values) for i in used_inputs):
         raise TraceError(
             "rows looked up in a scheduled step",
             "the ids depend on a variable, or on other rows.",
@@ -206,7 +208,7 @@ def _serialized(program: Callable[..., Any], platforms: Sequence[str], *specs: A
         ) from e
 
 
-def _given(update: Update, gradients: Sequence[Any]) -> Update:
+def _drop_missing_gradients(update: Update, gradients: Sequence[Any]) -> Update:
     """Returns the update without the variables that have no gradient."""
     pairs = [(v, g) for v, g in zip(update.variables, gradients, strict=True) if g is not None]
     return Update(update.optimizer, tuple(v for v, _ in pairs), [g for _, g in pairs])

@@ -47,8 +47,8 @@ class IdentityMap(Generic[T]):
 
     def items(self) -> list[tuple[Any, T]]:
         """Returns the objects that still exist, and their items."""
-        found = [(reference(), item) for reference, item in list(self._items.values())]
-        return [(owner, item) for owner, item in found if owner is not None]
+        pairs = [(reference(), item) for reference, item in list(self._items.values())]
+        return [(owner, item) for owner, item in pairs if owner is not None]
 
     def ids(self) -> KeysView[int]:
         """Returns the identities of the objects, for loops that have no time for a call per object."""

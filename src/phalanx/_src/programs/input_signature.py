@@ -62,18 +62,18 @@ class Signature:
                 f"{self._name}(...)", f"{e}.", f"call {self._name} with the arguments in its input_signature"
             ) from None
         bound.apply_defaults()
-        given = list(bound.args)
+        arguments = list(bound.args)
         for i, spec in enumerate(self._specs):
-            given[self._first + i] = self._checked(i, spec, given[self._first + i])
-        return tuple(given)
+            arguments[self._first + i] = self._checked(i, spec, arguments[self._first + i])
+        return tuple(arguments)
 
     def _checked(self, number: int, spec: Any, value: Any) -> PyTree:
         tree: PyTree
-        found: Any
+        structure: Any
         specs, tree = jax.tree.flatten(spec, is_leaf=_is_spec)
-        leaves, found = flatten(value)
-        if found != tree:
-            raise self._refusal(number, f"its structure is {found}, but input_signature has {tree}")
+        leaves, structure = flatten(value)
+        if structure != tree:
+            raise self._refusal(number, f"its structure is {structure}, but input_signature has {tree}")
         return tree.unflatten([self._leaf(number, s, x) for s, x in zip(specs, leaves, strict=True)])
 
     def _leaf(self, number: int, spec: Any, value: Any) -> Any:
@@ -84,21 +84,21 @@ class Signature:
         array = value if is_distributed(value) else as_array(value)
         if not (is_distributed(array) or is_array(array)):
             raise self._refusal(number, f"it is {shown(value)}, but input_signature has an array")
-        found = spec_of(array)
-        dims = found.shape
+        array_spec = spec_of(array)
+        dims = array_spec.shape
         fits = shape is None or (
             len(dims) == len(shape) and all(s in (None, d) for s, d in zip(shape, dims, strict=True))
         )
-        if not fits or _canonical(found.dtype) != dtype:
-            wanted = f"{dtype}{'[...]' if shape is None else list(shape)}"
-            raise self._refusal(number, f"it is {found.dtype}{list(dims)}, but input_signature has {wanted}")
+        if not fits or _canonical(array_spec.dtype) != dtype:
+            expected = f"{dtype}{'[...]' if shape is None else list(shape)}"
+            raise self._refusal(number, f"it is {array_spec.dtype}{list(dims)}, but input_signature has {expected}")
         return array
 
-    def _refusal(self, number: int, found: str) -> InvalidArgumentError:
+    def _refusal(self, number: int, problem: str) -> InvalidArgumentError:
         name = list(self._parameters.parameters)[self._first + number]
         return InvalidArgumentError(
             f"{self._name}({name}=...)",
-            f"{found}.",
+            f"{problem}.",
             "pass an argument of that shape and dtype, or leave out input_signature",
         )
 

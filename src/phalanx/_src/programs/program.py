@@ -73,36 +73,36 @@ class Program:
         # its owner wants, and its programs for as long as the function.
         self._called: _Traced | None = _Traced(fn, arguments.streams)
         with noting_questions() as are_asked:
-            found = self._trace(arguments.arrays)
+            discovery = self._trace(arguments.arrays)
             self.recording = recording if are_asked() else EITHER_WAY
-        self._trace_made: Discovery | None = found
+        self._trace_made: Discovery | None = discovery
         # An empty tuple for most programs, so that a call need not look for batches.
-        self.draws = Draws(found.draws, arguments.streams) if found.draws else ()
-        self._output: Structure = found.outputs.structure
-        self._variables, self._written = found.variables, found.written
-        self._has_callback = found.has_callback
-        self.strategy = self._strategy = _strategy_of(found)
-        is_functional = bool(found.strategies) and not found.variables and any(arguments.sharded)
-        self.trains = bool(found.optimizers or found.updates) or is_functional
+        self.draws = Draws(discovery.draws, arguments.streams) if discovery.draws else ()
+        self._output: Structure = discovery.outputs.structure
+        self._variables, self._written = discovery.variables, discovery.written
+        self._has_callback = discovery.has_callback
+        self.strategy = self._strategy = _strategy_of(discovery)
+        is_functional = bool(discovery.strategies) and not discovery.variables and any(arguments.sharded)
+        self.trains = bool(discovery.optimizers or discovery.updates) or is_functional
         if self.trains and not membership.may_train():
             raise _refuse_alone(name)
-        self.num_steps = next((run.steps for run in found.runs if run.steps is not None), None)
-        self._topology, self._updates = self._strategy.topology, found.updates
+        self.num_steps = next((run.steps for run in discovery.runs if run.steps is not None), None)
+        self._topology, self._updates = self._strategy.topology, discovery.updates
         storage = self._strategy.storage if self._strategy.updates is Updates.AFTER_PROGRAM else self._topology
-        self._homes = [] if self._topology.is_single else _homes(found, self._topology)
-        self._state = State(found.variables, found.written, self._topology, storage)
-        self.settings = Settings(found.variables, found.optimizers)
-        self._global_seeds = list(filter(compat.is_global_seed, found.seeds))
+        self._homes = [] if self._topology.is_single else _homes(discovery, self._topology)
+        self._state = State(discovery.variables, discovery.written, self._topology, storage)
+        self.settings = Settings(discovery.variables, discovery.optimizers)
+        self._global_seeds = list(filter(compat.is_global_seed, discovery.seeds))
         # JAX runs a program again to find the operation that made a NaN, and a callback that raises must leave the state unchanged.
         # Neither works with donated arrays.
-        donate = () if found.has_callback or checks_numbers() or not self._strategy.donates else (0,)
+        donate = () if discovery.has_callback or checks_numbers() or not self._strategy.donates else (0,)
         compiler = jax.jit
-        if self._topology.has_devices and self._topology.is_single and not found.variables:
+        if self._topology.has_devices and self._topology.is_single and not discovery.variables:
             # Without variables and batches, nothing else tells JAX to use the strategy's device instead of the default one.
             compiler = functools.partial(jax.jit, out_shardings=self._topology.replicated)
         self._compiled = compiler(self._traced, donate_argnums=donate)
         self._execute: Callable[..., tuple[Any, ...]] = self._execute_eagerly if eager else self._compiled
-        if found.has_callback:
+        if discovery.has_callback:
             self._execute = functools.partial(_finished, self._execute)
         self._has_run = False
         self._is_local = self._topology.num_workers == 1
@@ -123,7 +123,7 @@ class Program:
             compat.continue_global_seed(state)
         run = self._run_as_one_step if self._updates or self.draws else self._run
         outputs = run(fn, arguments, batches)
-        rows = arguments.rows if not batches else [r for given in (arguments, *batches) for r in given.rows]
+        rows = arguments.rows if not batches else [r for source in (arguments, *batches) for r in source.rows]
         if outputs[4]:
             deliver(outputs[4])
         structure = outputs[5] if self._eager else self._output
@@ -154,10 +154,12 @@ class Program:
             inputs = self._inputs(arguments)
             for batch in batches:
                 inputs += self._inputs(batch)
-            donated, kept = self._state.take()
+            donated, read_only = self._state.take()
             self._called = _Traced(fn, arguments.streams)
             try:
-                outputs = (self._state.run if self._has_run else self._first_run)(self._execute, donated, kept, inputs)
+                outputs = (self._state.run if self._has_run else self._first_run)(
+                    self._execute, donated, read_only, inputs
+                )
             except Exception as e:
                 self._state.raise_if_lost(donated, e)
                 if isinstance(e, RecursionError) and checks_numbers():
@@ -174,14 +176,14 @@ class Program:
         return self._topology.dispatching(is_step=True)
 
     def _first_run(
-        self, execute: Callable[..., tuple[Any, ...]], donated: Group, kept: Group, inputs: list[Any]
+        self, execute: Callable[..., tuple[Any, ...]], donated: Group, read_only: Group, inputs: list[Any]
     ) -> tuple[Any, ...]:
         if not self._eager:
             # Compile before signals are deferred, so that Ctrl-C need not wait for the compiler. JAX caches the result.
-            self._compiled.lower(donated, kept, inputs).compile()
+            self._compiled.lower(donated, read_only, inputs).compile()
         # JAX makes the first call of a compiled function in Python, where a signal handler could raise.
         with deferred():
-            outputs = self._state.run(execute, donated, kept, inputs)
+            outputs = self._state.run(execute, donated, read_only, inputs)
         self._has_run = True
         return outputs
 
@@ -198,7 +200,7 @@ class Program:
         """Returns the program before it is lowered. Only shapes enter it, so neither values nor devices need to exist."""
         with process_dispatching():
             self._called = _Traced(fn, arguments.streams)
-            inputs = [x for given in (arguments, *batches) for x in self._shapes(given)]
+            inputs = [x for source in (arguments, *batches) for x in self._shapes(source)]
             try:
                 return self._compiled.trace(*self._state.shapes(), inputs)
             finally:
@@ -227,16 +229,16 @@ class Program:
             if not (sharded or isinstance(array, jax.Array)):
                 continue
             sharding = topology.per_replica if sharded else topology.replicated
-            placed = isinstance(array, jax.Array) and ((found := array.sharding) is sharding or found == sharding)
+            placed = isinstance(array, jax.Array) and ((actual := array.sharding) is sharding or actual == sharding)
             if not placed:
                 inputs[i] = topology.put_per_replica([array])[0] if sharded else topology.put_replicated(array)
         return inputs
 
     def _traced(
-        self, donated: Group, kept: Group, inputs: list[Any]
+        self, donated: Group, read_only: Group, inputs: list[Any]
     ) -> tuple[list[Any], list[Any], list[Any], list[Any], list[Record]]:
         """Maps state and inputs to new state, results, gradients of updates, and records. JAX compiles this function."""
-        values, parts = self._merged(donated, kept)
+        values, parts = self._merged(donated, read_only)
         inputs, batches = inputs[: self._num_arrays], inputs[self._num_arrays :]
         outputs = self._taken_trace(inputs).evaluate([*values, *batches], parts, inputs)
         values = outputs.values
@@ -252,11 +254,11 @@ class Program:
         # State first: XLA assigns donated buffers to outputs of their size in order, and a variable should keep its own buffer.
         return values, self._state.of_on_read(outputs.parts), outputs.result, outputs.gradients, records
 
-    def _execute_eagerly(self, donated: Group, kept: Group, inputs: list[Any]) -> tuple[Any, ...]:
+    def _execute_eagerly(self, donated: Group, read_only: Group, inputs: list[Any]) -> tuple[Any, ...]:
         """Executes the Python code of the program operation by operation."""
         assert self._trace_made is not None
         with self._topology.default_device():
-            values, parts = self._merged(donated, kept)
+            values, parts = self._merged(donated, read_only)
             inputs = list(map(jnp.asarray, inputs[: self._num_arrays]))
             outputs = execute_program(self._call, inputs, self._trace_made, values, parts)
         return (
@@ -268,20 +270,20 @@ class Program:
             outputs.structure,
         )
 
-    def _merged(self, donated: Group, kept: Group) -> Group:
+    def _merged(self, donated: Group, read_only: Group) -> Group:
         """Returns values and components of all variables, in order."""
-        values, parts = self._state.merge(donated, kept)
+        values, parts = self._state.merge(donated, read_only)
         return on_demand(self._variables, values, parts), parts
 
     def _taken_trace(self, inputs: list[Any]) -> Discovery:
         """Returns the trace and drops it. If JAX compiles again, because one of its settings changed, traces again."""
-        found, self._trace_made = self._trace_made, None
-        if found is None:
-            found = self._trace(inputs)
+        discovery, self._trace_made = self._trace_made, None
+        if discovery is None:
+            discovery = self._trace(inputs)
             known = list(map(id, self._variables)), self._written
-            if (list(map(id, found.variables)), found.written) != known:
+            if (list(map(id, discovery.variables)), discovery.written) != known:
                 raise used_differently("a variable")
-        return found
+        return discovery
 
     def _trace(self, inputs: list[Any]) -> Discovery:
         assert self._called is not None
@@ -457,9 +459,9 @@ def checks_numbers() -> bool:
     return bool(config.jax_debug_nans or config.jax_debug_infs)
 
 
-def _strategy_of(found: Discovery) -> AbstractStrategy:
+def _strategy_of(discovery: Discovery) -> AbstractStrategy:
     """Returns the strategy whose `run` the program calls, or the current strategy if there is none."""
-    strategies = [s for s in found.strategies if s.topology.has_devices]
+    strategies = [s for s in discovery.strategies if s.topology.has_devices]
     if len(strategies) > 1:
         context.require_same(strategies[0], strategies[1], "Strategy.run")
         raise TraceError(
@@ -470,13 +472,13 @@ def _strategy_of(found: Discovery) -> AbstractStrategy:
     return strategies[0] if strategies else context.get_strategy()
 
 
-def _homes(found: Discovery, topology: Topology) -> list[NamedSharding]:
+def _homes(discovery: Discovery, topology: Topology) -> list[NamedSharding]:
     """Returns the shardings of the variables that a program writes.
 
     Raises:
       InvalidArgumentError: the program trains variables, and a rule of the layout matches none of them.
     """
-    homes = [topology.sharding_of(compat.layout_path(v), v.shape) for v in found.variables]
-    if topology.layout is not None and found.optimizers:
+    homes = [topology.sharding_of(compat.layout_path(v), v.shape) for v in discovery.variables]
+    if topology.layout is not None and discovery.optimizers:
         topology.layout.require_used()
-    return [home for home, written in zip(homes, found.written, strict=True) if written]
+    return [home for home, written in zip(homes, discovery.written, strict=True) if written]

@@ -154,24 +154,24 @@ class _Run:
     def mapped(self, scope: LiftScope) -> PyTree:
         """Calls the function for all replicas, under `shard_map`."""
         topology = self._strategy.topology
-        found = scope.pass_.next_run(self._trace)
-        entries = [scope.entry(v) for v in found.variables]
-        taken = [self._taken(scope, entry, written) for entry, written in zip(entries, found.written, strict=True)]
+        discovery = scope.pass_.next_run(self._trace)
+        entries = [scope.entry(v) for v in discovery.variables]
+        taken = [self._taken(scope, entry, written) for entry, written in zip(entries, discovery.written, strict=True)]
         whole = self._whole if self._steps is None else [self._steps, *self._whole]
-        body = functools.partial(self._body, found)
-        outputs = self._shard_map(body, (False, True, True, False), _specs_of_outputs(found))(
+        body = functools.partial(self._body, discovery)
+        outputs = self._shard_map(body, (False, True, True, False), _specs_of_outputs(discovery))(
             [value for value, _ in taken], [parts for _, parts in taken], self._sharded, whole
         )
         results = outputs.results
         if topology.axes:
             # XLA may leave a result sharded over the devices of its replica. Users read results per replica, so gather them.
             results = with_sharding_constraint(results, topology.per_replica)
-        kept = iter(outputs.parts)
+        components = iter(outputs.parts)
         scope.values_change()
-        for entry, value in zip(itertools.compress(entries, found.written), outputs.values, strict=True):
+        for entry, value in zip(itertools.compress(entries, discovery.written), outputs.values, strict=True):
             entry.written = True
-            entry.replace(value, next(kept) if entry.policy.on_read else None)
-        for update, of_update in zip(found.updates, outputs.gradients, strict=True):
+            entry.replace(value, next(components) if entry.policy.on_read else None)
+        for update, of_update in zip(discovery.updates, outputs.gradients, strict=True):
             left = dataclasses.replace(update, gradients=of_update)
             if self._strategy.updates is Updates.AFTER_PROGRAM:
                 scope.defer_update(left)
@@ -180,7 +180,7 @@ class _Run:
         assert scope.records is not None
         scope.records.extend(outputs.records)
         rows = self._rows[0] if self._rows else None
-        masks = [rows.repeated(each) if rows and each else None for each in found.rows_each]
+        masks = [rows.repeated(each) if rows and each else None for each in discovery.rows_each]
         wrapped = (self._wrapped(x, mask) for x, mask in zip(results, masks, strict=True))
         return outputs.nest.join(wrapped, outputs.mirrored)
 
@@ -199,19 +199,21 @@ class _Run:
     def _trace(self) -> Discovery:
         """Traces one call for one replica."""
         inputs = self._one_step()
-        found = self._trace_replica(*inputs)
-        self._warn_of_slips(found)
-        rows_each = tuple(self._find_rows(found.outputs.results, *inputs))
-        shorter = tuple(self._trace_shorter(found, *inputs))
+        discovery = self._trace_replica(*inputs)
+        self._warn_of_slips(discovery)
+        rows_each = tuple(self._find_rows(discovery.outputs.results, *inputs))
+        shorter = tuple(self._trace_shorter(discovery, *inputs))
         steps = None if self._steps is None else self._num_steps
-        return dataclasses.replace(found, rows_each=rows_each, shorter=shorter, steps=steps)
+        return dataclasses.replace(discovery, rows_each=rows_each, shorter=shorter, steps=steps)
 
-    def _trace_shorter(self, found: Discovery, sharded: list[Any], whole: list[Any]) -> Iterable[tuple[int, Discovery]]:
+    def _trace_shorter(
+        self, discovery: Discovery, sharded: list[Any], whole: list[Any]
+    ) -> Iterable[tuple[int, Discovery]]:
         """Traces the function for the shares of a batch that are smaller than the largest, if they are unequal."""
         sizes = self._rows[0].sizes if len(self._rows) == 1 else ()
         for size in filter(None, sizes):  # A replica without rows takes part with padding.
             each = self._trace_replica(self._with_rows(sharded, size), whole)
-            if list(map(id, each.variables)) != list(map(id, found.variables)):
+            if list(map(id, each.variables)) != list(map(id, discovery.variables)):
                 own_rows.warn_of_padding()
                 return
             yield size, each
@@ -230,25 +232,27 @@ class _Run:
             for x, is_padded in zip(sharded, self._is_padded, strict=True)
         ]
 
-    def _evaluate(self, found: Discovery, own: list[Any], sharded: list[Any], whole: list[Any]) -> _ReplicaOutputs:
+    def _evaluate(
+        self, discovery: Discovery, state: list[Any], sharded: list[Any], whole: list[Any]
+    ) -> _ReplicaOutputs:
         """Runs one call for one replica."""
         outputs: _ReplicaOutputs
         shares = self._strategy.topology.shares
-        is_heard = bool(found.optimizers) and (shares.is_measured or own_rows.listeners)
-        if found.shorter or is_heard:
-            outputs = own_rows.evaluate(found, own_rows.Inputs(own, sharded, whole), self._is_padded, shares)
+        is_heard = bool(discovery.optimizers) and (shares.is_measured or own_rows.listeners)
+        if discovery.shorter or is_heard:
+            outputs = own_rows.evaluate(discovery, own_rows.Inputs(state, sharded, whole), self._is_padded, shares)
         else:
-            outputs = found.evaluate(own, [], sharded, whole)
+            outputs = discovery.evaluate(state, [], sharded, whole)
         return outputs
 
-    def _warn_of_slips(self, found: Discovery) -> None:
+    def _warn_of_slips(self, discovery: Discovery) -> None:
         """Warns of mistakes that show in the trace of one replica."""
         num_replicas, num_batches = self._strategy.num_replicas_in_sync, len(self._of(differs))
         # Keras's trainer weights means correctly. Without an optimizer a mean over rows is not a mistake.
-        if num_replicas > 1 and not context.current().averaging and (found.optimizers or found.updates):
-            first = len(found.inputs)
-            slips.warn_of_whole_batch(found.jaxpr, num_replicas, self._sharded, self._whole)
-            slips.warn_of_mean(found.jaxpr, num_replicas, slice(first, first + num_batches))
+        if num_replicas > 1 and not context.current().averaging and (discovery.optimizers or discovery.updates):
+            first = len(discovery.inputs)
+            slips.warn_of_whole_batch(discovery.jaxpr, num_replicas, self._sharded, self._whole)
+            slips.warn_of_mean(discovery.jaxpr, num_replicas, slice(first, first + num_batches))
 
     @property
     def _num_steps(self) -> int:
@@ -297,21 +301,21 @@ class _Run:
         return [n if g else 0 for n, g in zip(each, grows, strict=True)]
 
     def _body(
-        self, found: Discovery, values: list[Any], parts: list[Any], sharded: PyTree, whole: PyTree
+        self, discovery: Discovery, values: list[Any], parts: list[Any], sharded: PyTree, whole: PyTree
     ) -> _ReplicaOutputs:
         """Runs the program of one replica."""
-        own = [
+        state = [
             first_component(policy_of(variable), value) if part is None else part[0]
-            for variable, value, part in zip(found.variables, values, parts, strict=True)
+            for variable, value, part in zip(discovery.variables, values, parts, strict=True)
         ]
         sharded = _first(sharded)
         if self._steps is not None:
-            return self._loop(found, own, sharded, whole)
-        if found.eager:
-            return self._replica(executing_scope(found, own, [], sharded, whole, mapped=True), sharded, whole)
-        return self._evaluate(found, own, sharded, whole)
+            return self._loop(discovery, state, sharded, whole)
+        if discovery.eager:
+            return self._replica(executing_scope(discovery, state, [], sharded, whole, mapped=True), sharded, whole)
+        return self._evaluate(discovery, state, sharded, whole)
 
-    def _loop(self, found: Discovery, own: list[Any], sharded: list[Any], whole: list[Any]) -> _ReplicaOutputs:
+    def _loop(self, discovery: Discovery, state: list[Any], sharded: list[Any], whole: list[Any]) -> _ReplicaOutputs:
         """Runs several steps. The results of the steps are stacked.
 
         On-read variables are combined once, after the last step.
@@ -321,31 +325,31 @@ class _Run:
         def at(i: jax.Array) -> PyTree:
             return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, keepdims=False), arguments)
 
-        written = [v for v, w in zip(found.variables, found.written, strict=True) if w]
+        written = [v for v, w in zip(discovery.variables, discovery.written, strict=True) if w]
 
         def body(i: jax.Array, carry: PyTree) -> PyTree:
-            own, stacked = carry
-            outputs = self._evaluate(found, own, *at(i))
+            state, stacked = carry
+            outputs = self._evaluate(discovery, state, *at(i))
             put = lambda buffer, x: lax.dynamic_update_index_in_dim(buffer, x, i, 0)  # noqa: E731
             records = list(map(_always, outputs.records))
             stacked = jax.tree.map(put, stacked, ([x[0] for x in outputs.results], outputs.mirrored, records))
-            mine = iter(outputs.parts)
+            components = iter(outputs.parts)
             pairs = zip(written, outputs.values, strict=True)
-            new = iter([next(mine)[0] if policy_of(v).on_read else x for v, x in pairs])
-            return [next(new) if w else x for w, x in zip(found.written, own, strict=True)], stacked
+            new = iter([next(components)[0] if policy_of(v).on_read else x for v, x in pairs])
+            return [next(new) if w else x for w, x in zip(discovery.written, state, strict=True)], stacked
 
         def room(x: jax.ShapeDtypeStruct) -> jax.Array:
             return jnp.zeros((self._num_steps, *x.shape), x.dtype)
 
-        one: _ReplicaOutputs = found.outputs
+        one: _ReplicaOutputs = discovery.outputs
         stacked = (
             [room(shape_dtype(x.shape[1:], x.dtype)) for x in one.results],
             jax.tree.map(room, one.mirrored),
             # The conditions of steps that do not run stay False, so they record nothing.
             jax.tree.map(room, jax.eval_shape(lambda x: list(map(_always, x)), one.records)),
         )
-        own, (results, mirrored, records) = lax.fori_loop(0, count, body, (own, stacked))
-        ends = [x for w, x in zip(found.written, own, strict=True) if w]
+        state, (results, mirrored, records) = lax.fori_loop(0, count, body, (state, stacked))
+        ends = [x for w, x in zip(discovery.written, state, strict=True) if w]
         entries = [Entry(v, x, x) for v, x in zip(written, ends, strict=True)]
         values = _combine_at_boundary(entries, self._padding_at(count - 1, sharded, whole))
         parts = [e.value[None] for e in entries if e.policy.on_read]
@@ -375,12 +379,12 @@ class _Run:
 
     def _call(self, sharded: list[Any], whole: list[Any], replica_id: jax.Array) -> _Returned:
         """Calls the user's function with the arguments of one replica."""
-        own, same = iter(sharded), iter(whole)
+        local_leaves, shared_leaves = iter(sharded), iter(whole)
         leaves = list(self._leaves)
-        self._fill(leaves, differs, own)
-        self._fill(leaves, is_equal_everywhere, same)
-        masks = tuple(RowMask(next(own), next(same), sizes=rows.sizes) for rows in self._rows)
-        self._fill(leaves, is_array, same)
+        self._fill(leaves, differs, local_leaves)
+        self._fill(leaves, is_equal_everywhere, shared_leaves)
+        masks = tuple(RowMask(next(local_leaves), next(shared_leaves), sizes=rows.sizes) for rows in self._rows)
+        self._fill(leaves, is_array, shared_leaves)
         args, kwargs = self._tree.unflatten(leaves)
         replica = ReplicaContext(self._strategy, replica_id, masks)
         with context.enter(Mode(self._strategy, replica)):
@@ -418,9 +422,9 @@ class _Run:
         )
 
 
-def _specs_of_outputs(found: Discovery) -> _ReplicaOutputs:
+def _specs_of_outputs(discovery: Discovery) -> _ReplicaOutputs:
     """Returns the specs of the outputs of the replicas' programs."""
-    gradients = [[partition_spec() if d is None else _along(d) for d in u.dims] for u in found.updates]
+    gradients = [[partition_spec() if d is None else _along(d) for d in u.dims] for u in discovery.updates]
     each, same = _along(0), partition_spec()
     return _ReplicaOutputs(each, same, same, each, gradients, records=same, nest=same)
 
@@ -449,12 +453,12 @@ def _first(tree: PyTree) -> PyTree:
 
 
 def _first_of_array(array: jax.Array) -> jax.Array:
-    own = lax.squeeze(array, (0,))
-    if own.ndim < 2 or jnp.issubdtype(own.dtype, jax.dtypes.extended):
-        return own
+    component = lax.squeeze(array, (0,))
+    if component.ndim < 2 or jnp.issubdtype(component.dtype, jax.dtypes.extended):
+        return component
     # This is the layout that the array has anyway. Stating it keeps XLA on CPUs from fusing the squeeze with a transpose that
     # follows, which a recurrent layer begins with. Fused, they copy the batch once more; apart, they cost nothing.
-    return with_layout_constraint(own, Layout(tuple(range(own.ndim))))
+    return with_layout_constraint(component, Layout(tuple(range(component.ndim))))
 
 
 def _is_traced(leaf: object) -> bool:

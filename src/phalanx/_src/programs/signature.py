@@ -25,28 +25,28 @@ _HINTS = {
 }
 
 
-def require_equal(found: Discovery, inputs: Sequence[Arguments], topology: Topology) -> None:
+def require_equal(discovery: Discovery, inputs: Sequence[Arguments], topology: Topology) -> None:
     """Waits until all processes of the cluster are about to run the same program, if this program communicates.
 
     Args:
-      found: the trace of the program.
+      discovery: the trace of the program.
       inputs: the arguments of the program, and the batches that it takes from iterators.
       topology: the devices of the program.
 
     Raises:
       TraceError: the processes have traced different programs.
     """
-    own = watch.own()
-    if own is None or topology.num_workers == 1:
+    local_watch = watch.own()
+    if local_watch is None or topology.num_workers == 1:
         return
-    if not (_places_variables(found, topology) or _communicates(found, inputs[0])):
+    if not (_places_variables(discovery, topology) or _communicates(discovery, inputs[0])):
         return
-    difference = own.agree(_signature(found, inputs))
+    difference = local_watch.agree(_signature(discovery, inputs))
     if difference is None:
         return
     index, name = difference.index, ""
-    if difference.part == "variable" and index is not None and index < len(found.variables):
-        name = f" ({found.variables[index].path!r} here)"
+    if difference.part == "variable" and index is not None and index < len(discovery.variables):
+        name = f" ({discovery.variables[index].path!r} here)"
     raise TraceError(
         f"the program that {user_place() or 'this process'} runs",
         f"all processes must run the same program, but {difference}{name}.",
@@ -54,13 +54,13 @@ def require_equal(found: Discovery, inputs: Sequence[Arguments], topology: Topol
     )
 
 
-def _signature(found: Discovery, inputs: Sequence[Arguments]) -> dict[str, list[str]]:
+def _signature(discovery: Discovery, inputs: Sequence[Arguments]) -> dict[str, list[str]]:
     """Returns what the processes compare: the types of arguments, variables and results, and all operations."""
-    operations = list(_operations(found.jaxpr.jaxpr))
+    operations = list(_operations(discovery.jaxpr.jaxpr))
     return {
         "argument": [_of_argument(*x) for i in inputs for x in zip(i.arrays, i.sharded, strict=True)],
-        "variable": [_typed(v.shape, v.dtype) for v in found.variables],
-        "result": [_typed(x.aval.shape, x.aval.dtype) for x in found.jaxpr.jaxpr.outvars],
+        "variable": [_typed(v.shape, v.dtype) for v in discovery.variables],
+        "result": [_typed(x.aval.shape, x.aval.dtype) for x in discovery.jaxpr.jaxpr.outvars],
         "operation": operations,
     }
 
@@ -84,20 +84,20 @@ def _operations(jaxpr: jex.Jaxpr) -> Iterator[str]:
             yield from _operations(inner)
 
 
-def _places_variables(found: Discovery, topology: Topology) -> bool:
+def _places_variables(discovery: Discovery, topology: Topology) -> bool:
     """Returns whether the program is the first to use some variable. The chief then broadcasts the value of that variable."""
-    return any(slot_of(v).home is not topology for v in found.variables)
+    return any(slot_of(v).home is not topology for v in discovery.variables)
 
 
-def _communicates(found: Discovery, arguments: Arguments) -> bool:
+def _communicates(discovery: Discovery, arguments: Arguments) -> bool:
     """Returns whether a process that runs the program may wait for another process.
 
     In a replica function, collectives wait. Outside, so does any operation on arrays that are sharded over replicas, because XLA
     adds collectives to it.
     """
-    jaxpr, num_variables = found.jaxpr.jaxpr, len(found.variables)
+    jaxpr, num_variables = discovery.jaxpr.jaxpr, len(discovery.variables)
     # Inputs with higher numbers are batches.
-    first = [is_own or i >= num_variables for i, is_own in found.inputs]
+    first = [is_own or i >= num_variables for i, is_own in discovery.inputs]
     rest = [
         is_sharded or (isinstance(x, jax.Array) and not x.is_fully_replicated)
         for x, is_sharded in zip(arguments.arrays, arguments.sharded, strict=True)

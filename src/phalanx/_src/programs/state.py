@@ -62,24 +62,24 @@ class State:
         self._names = [compat.RAW_VALUE] * len(writes) + ["arrays"] + ["components"] * len(on_read)
 
     def take(self) -> tuple[Group, Group]:
-        """Returns the arrays of the variables that the program writes, which it may consume, and of those that it only reads."""
-        return self._written.take(own=True), self._read.take(own=False) if self._read.variables else _NOTHING
+        """Returns the arrays of the variables that the program writes, which it may consume, and the arrays that it only reads."""
+        return self._written.take(donates=True), self._read.take(donates=False) if self._read.variables else _NOTHING
 
     def shapes(self) -> tuple[Group, Group]:
         """Returns the shapes, dtypes and shardings of what `take` returns. Changes nothing, and needs no values."""
         return self._written.shapes(), self._read.shapes() if self._read.variables else _NOTHING
 
-    def merge(self, donated: Group, kept: Group) -> Group:
+    def merge(self, donated: Group, read_only: Group) -> Group:
         """Returns values and components in the order of the variables. A variable without components has None."""
-        parts = self._written.spread(donated[1]), self._read.spread(kept[1])
-        return self._merged(donated[0], kept[0]), self._merged(*parts)
+        parts = self._written.spread(donated[1]), self._read.spread(read_only[1])
+        return self._merged(donated[0], read_only[0]), self._merged(*parts)
 
     def of_on_read(self, parts: Sequence[Any]) -> list[Any]:
         """Returns the components of the on-read variables, from those of all variables that the program writes."""
         return list(compress(parts, self._written.is_on_read))
 
     def run(
-        self, execute: Callable[..., tuple[Any, ...]], donated: Group, kept: Group, inputs: list[Any]
+        self, execute: Callable[..., tuple[Any, ...]], donated: Group, read_only: Group, inputs: list[Any]
     ) -> tuple[Any, ...]:
         """Executes a program and stores the values that it wrote, within one bytecode of Python.
 
@@ -90,7 +90,7 @@ class State:
         Args:
           execute: the program. If it consumes `donated`, it must not run any bytecode.
           donated: its first argument.
-          kept: its second argument.
+          read_only: its second argument.
           inputs: its third argument.
 
         Returns:
@@ -100,7 +100,7 @@ class State:
             execute = functools.partial(self._run_elsewhere, execute)
         outputs: list[tuple[Any, ...]] = []
         # All of these are lazy. `deque` below consumes `executed` first, which fills `outputs`, and then `stored`, which reads it.
-        executed = map(outputs.extend, [map(execute, [donated], [kept], [inputs])])
+        executed = map(outputs.extend, [map(execute, [donated], [read_only], [inputs])])
         values = chain.from_iterable(map(_VALUES, outputs))
         arrays = chain.from_iterable(map(_VALUES_AS_LIST, outputs))
         components = chain.from_iterable(map(_COMPONENTS, outputs))
@@ -121,8 +121,8 @@ class State:
 
     def _run_elsewhere(self, execute: Callable[..., tuple[Any, ...]], *args: PyTree) -> tuple[Any, ...]:
         """Executes a program that works on copies, and moves the values that it wrote to the devices of the variables."""
-        values, *others = execute(*args)
-        return (self._storage.take_back(values), *others)
+        values, *rest = execute(*args)
+        return (self._storage.take_back(values), *rest)
 
     def fields(self) -> list[Any]:
         """Returns all values that `run` overwrites, for `reset`."""
@@ -184,21 +184,21 @@ class _Variables:
         self._on_demand = [i for i in self._on_read if policy_of(variables[i]).on_demand]
         self._have_values = [i not in self._on_demand for i in range(len(variables))]
 
-    def take(self, *, own: bool) -> Group:
+    def take(self, *, donates: bool) -> Group:
         """Returns arrays on the program's devices, and components of the on-read variables.
 
         Args:
-          own: whether the program consumes the arrays.
+          donates: whether the program consumes the arrays.
         """
         if not self.variables:
             return [], []
         arrays = self._placed()
         if self._is_lent:
-            arrays = jax.device_put(arrays, self._topology.replicated, may_alias=False if own else None)
-        elif own and self._shelf is not None:
+            arrays = jax.device_put(arrays, self._topology.replicated, may_alias=False if donates else None)
+        elif donates and self._shelf is not None:
             self.copied = []
-            given = compress(arrays, self._have_values) if self._on_demand else arrays
-            counts = compat.reference_counts(given)
+            donated = compress(arrays, self._have_values) if self._on_demand else arrays
+            counts = compat.reference_counts(donated)
             in_parts = parted.ids()
             is_parted = bool(in_parts) and not in_parts.isdisjoint(map(id, arrays))
             if self._shelf.has_lent or is_parted or max(counts, default=0) > compat.UNSHARED:
@@ -206,7 +206,7 @@ class _Variables:
         if not self._on_read:
             return arrays, []
         components = self._components(arrays)
-        if own and self._is_lent:
+        if donates and self._is_lent:
             # A program that works on copies can be undone, so its components are copies too.
             components = [jax.device_put(x, x.sharding, may_alias=False) for x in components]
         if self._on_demand:
@@ -216,10 +216,10 @@ class _Variables:
         return arrays, components
 
     def spread(self, components: Sequence[Any]) -> list[Any]:
-        """Returns the components of all variables, from those of the on-read variables. The others have None."""
+        """Returns the components of all variables, given the components of the on-read variables. All other variables have None."""
         parts: list[Any] = [None] * len(self.variables)
-        for i, own in zip(self._on_read, components, strict=True):
-            parts[i] = own
+        for i, array in zip(self._on_read, components, strict=True):
+            parts[i] = array
         return parts
 
     def shapes(self) -> Group:
@@ -300,16 +300,16 @@ class _Variables:
         """Returns the replicas' own values of the on-read variables."""
         parts: list[Any] = []
         for i in self._on_read:
-            own = self._slots[i].components
-            if own is None:
+            components = self._slots[i].components
+            if components is None:
                 variable, count = self.variables[i], self._topology.num_replicas
                 first = restored.get(variable)
                 restored.discard(variable)
                 if first is None or len(first) != count:
                     first = initial_components(variable, arrays[i], count)
                 rows = self._topology.local_replicas
-                own = self._topology.put_per_replica([first[rows.start : rows.stop]])[0]
-            parts.append(own)
+                components = self._topology.put_per_replica([first[rows.start : rows.stop]])[0]
+            parts.append(components)
         return parts
 
     def _adopt(self, variable: Variable, slot: Slot, array: jax.Array) -> jax.Array:

@@ -34,16 +34,16 @@ def trace_program(
       DiscoveryMismatch: `fn` creates another variable each time it is traced.
     """
     random_states = slips.random_states()
-    found, made = _traced_whole(fn, inputs, named)
+    discovery, made = _traced_whole(fn, inputs, named)
     if made or slips.random_states() != random_states:
         # Creating a variable draws a seed, and the first random number creates the global generator. The second trace does neither.
         random_states = slips.random_states()
-        found, made = _traced_whole(fn, inputs, named)
+        discovery, made = _traced_whole(fn, inputs, named)
     if made:
         raise DiscoveryMismatch(made[0])
     slips.warn_of_random_numbers(random_states)
-    slips.warn_of_constant_keys(found.jaxpr)
-    return replace(found, eager=eager, runs=[replace(run, eager=eager) for run in found.runs])
+    slips.warn_of_constant_keys(discovery.jaxpr)
+    return replace(discovery, eager=eager, runs=[replace(run, eager=eager) for run in discovery.runs])
 
 
 def _traced_whole(
@@ -52,8 +52,8 @@ def _traced_whole(
     """Traces a whole program. Returns the trace, and the variables that were created while tracing."""
     # New variables get their first values when this outer scope closes, outside the trace.
     with keras.StatelessScope():
-        found = trace(functools.partial(_program, fn), inputs, named=named)
-        return found, [v for v in found.variables if compat.is_new(v)]
+        discovery = trace(functools.partial(_program, fn), inputs, named=named)
+        return discovery, [v for v in discovery.variables if compat.is_new(v)]
 
 
 class ProgramOutputs(NamedTuple):
@@ -81,10 +81,10 @@ class ProgramOutputs(NamedTuple):
 
 
 def execute_program(
-    fn: Callable[[PyTree], Parts], inputs: PyTree, found: Discovery, values: list[Any], parts: list[Any]
+    fn: Callable[[PyTree], Parts], inputs: PyTree, discovery: Discovery, values: list[Any], parts: list[Any]
 ) -> ProgramOutputs:
     """Executes `fn(inputs)` with these values of the variables, and these components."""
-    return _program(fn, executing_scope(found, values, parts, inputs), inputs)
+    return _program(fn, executing_scope(discovery, values, parts, inputs), inputs)
 
 
 def _program(fn: Callable[[PyTree], Parts], scope: LiftScope, inputs: PyTree) -> ProgramOutputs:
@@ -119,10 +119,10 @@ def trace(
       named: the user's function that `fn` calls. JAX names it if a value leaks.
       mapped: whether `fn` is the program of one of several replicas.
     """
-    found = _traced_once(fn, None, *args, named=named, mapped=mapped)
-    if all(map(all, found.connected)):
-        return found
-    return _traced_once(fn, found.connected, *args, named=named, mapped=mapped)
+    discovery = _traced_once(fn, None, *args, named=named, mapped=mapped)
+    if all(map(all, discovery.connected)):
+        return discovery
+    return _traced_once(fn, discovery.connected, *args, named=named, mapped=mapped)
 
 
 def _traced_once(
@@ -147,11 +147,13 @@ def _traced_once(
 
 
 def executing_scope(
-    found: Discovery, values: list[Any], parts: list[Any], *args: PyTree, mapped: bool = False
+    discovery: Discovery, values: list[Any], parts: list[Any], *args: PyTree, mapped: bool = False
 ) -> LiftScope:
     """Returns a scope in which a function is executed with real values."""
-    gradients = markers.gradient_values(found.jaxpr, *found.flat(values, parts, *args)) if found.has_tapes else []
-    return LiftScope(Executing(found, values, parts, gradients), mapped=mapped)
+    gradients = (
+        markers.gradient_values(discovery.jaxpr, *discovery.flat(values, parts, *args)) if discovery.has_tapes else []
+    )
+    return LiftScope(Executing(discovery, values, parts, gradients), mapped=mapped)
 
 
 def written_entries(scope: LiftScope) -> list[Entry]:
@@ -163,8 +165,8 @@ def written_entries(scope: LiftScope) -> list[Entry]:
     now = [e for e in scope.entries.values() if e.written]
     if not isinstance(scope.pass_, Executing):
         return now
-    found = scope.pass_.discovery
-    known = list(itertools.compress(found.variables, found.written))
+    discovery = scope.pass_.discovery
+    known = list(itertools.compress(discovery.variables, discovery.written))
     for entry in now:
         if not any(entry.variable is v for v in known):
             raise DiscoveryMismatch(entry.variable)

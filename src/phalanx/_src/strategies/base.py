@@ -140,8 +140,8 @@ class Strategy(AbstractInputs, AbstractResults):
     def aggregate_gradients(self, grads: Sequence[Any]) -> list[Any]:
         """Sums gradients over the replicas. Called inside a program. None stays None."""
         assert self.cross_device_ops is not None
-        given = [g for g in grads if g is not None]
-        pairs = [(g, g) for g in given]
+        gradients = [g for g in grads if g is not None]
+        pairs = [(g, g) for g in gradients]
         summed = iter(self.cross_device_ops.batch_reduce(ReduceOp.SUM, pairs, self.communication_options))
         return [None if g is None else next(summed) for g in grads]
 
@@ -394,15 +394,15 @@ class Strategy(AbstractInputs, AbstractResults):
 
         def __getattr__(self, name: str) -> Any:
             if hasattr(type(self), name):
-                # A property raised an AttributeError, which Python then drops. This raises it again.
+                # A property raised an AttributeError, which Python dropped. This raises it again.
                 return object.__getattribute__(self, name)
-            found = f"{type(self).__name__!r} object has no attribute {name!r}"
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
             if not name.startswith("_"):
                 names = [n for n in dir(type(self)) if not n.startswith("_")]
                 near = difflib.get_close_matches(name, names, n=1) or [n for n in names if len(name) > 3 and name in n]
                 if near:
-                    raise AttributeError(f"{found}. Did you mean: {near[0]!r}?")
-            raise AttributeError(found, name=name, obj=self)
+                    raise AttributeError(f"{message}. Did you mean: {near[0]!r}?")
+            raise AttributeError(message, name=name, obj=self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Strategy":
         """Returns a strategy over the same devices, with its own compiled programs."""

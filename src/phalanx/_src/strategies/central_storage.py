@@ -65,8 +65,8 @@ class CentralStorageStrategy(SynchronousStrategy):
 
     @override
     def apply_update(self, update: Update) -> None:
-        given = [g for g in update.gradients if g is not None]
-        here = iter(self.storage.take_back(given))
+        arrays = [g for g in update.gradients if g is not None]
+        here = iter(self.storage.take_back(arrays))
         gradients = [None if g is None else next(here) for g in update.gradients]
 
         def program(gradients: list[Any]) -> None:

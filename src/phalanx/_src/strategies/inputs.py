@@ -60,15 +60,15 @@ class AbstractInputs(AbstractStrategy):
         if n == 1:
             place = lambda x: self.topology.put_replicated(x) if is_array(x) else x  # noqa: E731
             return jax.tree.map(place, components(value_fn(ValueContext(0, n))))
-        own = self.topology.local_replicas
-        return distribute_values([components(value_fn(ValueContext(i, n))) for i in own], self.topology)
+        replicas = self.topology.local_replicas
+        return distribute_values([components(value_fn(ValueContext(i, n))) for i in replicas], self.topology)
 
     def _where(self) -> Callable[[], Topology]:
         """Returns a function that returns the devices of this strategy, without keeping the strategy alive."""
-        own, last = weakref.ref(self), self.topology
+        reference, last = weakref.ref(self), self.topology
 
         def where() -> Topology:
-            strategy = own()
+            strategy = reference()
             return last if strategy is None else strategy.topology
 
         return where

@@ -79,15 +79,15 @@ def _(value: ReplicaLocal, op: ReduceOp, axis: Axis, num_replicas: int, ops: Cro
     rows = value.rows if 0 in dims else None
     if rows is not None:
         data = jnp.where(over_rows(rows.mask, data), data, 0)
-    own = data.sum(axis=dims) if dims else data
+    part = data.sum(axis=dims) if dims else data
     total = (
-        primitives.all_reduce(ReduceOp.SUM, own, num_replicas) if ops is None else ops.reduce(ReduceOp.SUM, own, own)
+        primitives.all_reduce(ReduceOp.SUM, part, num_replicas) if ops is None else ops.reduce(ReduceOp.SUM, part, part)
     )
     if op is ReduceOp.SUM:
         return total
-    others = math.prod(data.shape[d] for d in dims if d > 0)
+    elements_per_row = math.prod(data.shape[d] for d in dims if d > 0)
     count = rows.count if rows is not None else num_replicas * (data.shape[0] if 0 in dims else 1)
-    return total / (count * others)
+    return total / (count * elements_per_row)
 
 
 def check_axis(axis: object) -> None:
@@ -182,10 +182,10 @@ def _reduce_global(op: ReduceOp, data: jax.Array, axis: Axis, rows: RowMask | No
             f"reduce(axis={shown(axis)})", "the components have different numbers of rows.", f"axis={rows.row_dim}"
         )
     mask = jnp.asarray(rows.mask)
-    others = math.prod(data.shape[d] for d in reduced if d >= mask.ndim)
+    elements_per_row = math.prod(data.shape[d] for d in reduced if d >= mask.ndim)
     mask = over_rows(mask, data)
     total = jnp.where(mask, data, 0).sum(axis=reduced)
-    return total if op is ReduceOp.SUM else total / (mask.sum(axis=reduced) * others)
+    return total if op is ReduceOp.SUM else total / (mask.sum(axis=reduced) * elements_per_row)
 
 
 def _mean_where_rows(data: jax.Array, rows: RowMask) -> jax.Array:

@@ -99,11 +99,11 @@ class SynchronousStrategy(Strategy):
     @contextmanager
     def placed_on(self, topology: Topology) -> Iterator[None]:
         """Traces programs in the context for other devices. They may be absent, because nothing is placed on them."""
-        own, self._topology = self._topology, topology
+        previous, self._topology = self._topology, topology
         try:
             yield
         finally:
-            self._topology = own
+            self._topology = previous
 
 
 def _set_shares(shares: Shares, weights: Sequence[float] | str, num_replicas: int) -> None:

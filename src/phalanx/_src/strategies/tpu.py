@@ -82,11 +82,11 @@ class TPUStrategy(SynchronousStrategy):
                 "must be a DeviceAssignment.",
                 "DeviceAssignment.build(topology, computation_shape, num_replicas=...)",
             )
-        found = initialize_tpu_system(resolver)
+        system = initialize_tpu_system(resolver)
         if assignment is None:
-            cores = found.device_coordinates.reshape(-1, 1, found.mesh_rank)
-            assignment = DeviceAssignment(found, cores)
-        topology = _topology_of(assignment, found.num_tasks, layout_of(layout))
+            cores = system.device_coordinates.reshape(-1, 1, system.mesh_rank)
+            assignment = DeviceAssignment(system, cores)
+        topology = _topology_of(assignment, system.num_tasks, layout_of(layout))
         super().__init__(topology, options=communication_options, local_updates=local_updates)
         self._resolver, self._is_spmd = resolver, bool(experimental_spmd_xla_partitioning)
 
@@ -145,9 +145,9 @@ class TPUStrategy(SynchronousStrategy):
         value = primitives.as_array(tensor)
         if count == 1:
             return value
-        own = (jnp.arange(count) == logical_device_id).reshape(-1, *(1,) * value.ndim)
-        kept = with_sharding_constraint(jnp.where(own, value, jnp.zeros_like(value)), self._spec(0, value.ndim + 1))
-        return kept.sum(0).astype(value.dtype)
+        mask = (jnp.arange(count) == logical_device_id).reshape(-1, *(1,) * value.ndim)
+        masked = with_sharding_constraint(jnp.where(mask, value, jnp.zeros_like(value)), self._spec(0, value.ndim + 1))
+        return masked.sum(0).astype(value.dtype)
 
     def experimental_split_to_logical_devices(
         self, tensor: ArrayLike, partition_dimensions: Sequence[int]
@@ -179,20 +179,20 @@ class TPUStrategy(SynchronousStrategy):
             )
         parts = list(partition_dimensions)
         count = self.topology.devices_per_replica
-        asked = f"partition_dimensions={shown(parts)} of an array {value.dtype}{list(value.shape)}"
+        argument = f"partition_dimensions={shown(parts)} of an array {value.dtype}{list(value.shape)}"
         if len(parts) != value.ndim or not all(arguments.is_integer(n, least=1) for n in parts):
-            raise InvalidArgumentError(asked, "must be one positive integer per dim.", f"{[1] * value.ndim}")
+            raise InvalidArgumentError(argument, "must be one positive integer per dim.", f"{[1] * value.ndim}")
         if wrong := [i for i, n in enumerate(parts) if value.shape[i] % n]:
             dim = wrong[0]
             raise InvalidArgumentError(
-                asked,
+                argument,
                 f"{parts[dim]} does not divide dim {dim}, which has size {value.shape[dim]}.",
                 f"a number for dim {dim} that divides {value.shape[dim]}",
             )
         spec = _divided(parts, self.topology.axes)
         if spec is None:
             raise InvalidArgumentError(
-                asked,
+                argument,
                 f"the product must be {count}, the number of logical devices per replica.",
                 f"{[count] + [1] * (value.ndim - 1)}",
             )
@@ -254,14 +254,14 @@ def _axes(cores: int) -> tuple[tuple[str, int], ...]:
 def _divided(parts: Sequence[int], axes: Sequence[tuple[str, int]]) -> PartitionSpec | None:
     """Returns the spec that splits each dim into `parts` shards, in C order. None if the axes do not allow it."""
     left, spec = list(axes), []
-    for wanted in parts:
+    for shards in parts:
         names: list[str] = []
         got = 1
-        while got < wanted and left:
+        while got < shards and left:
             name, size = left.pop(0)
             names.append(name)
             got *= size
-        if got != wanted:
+        if got != shards:
             return None
         spec.append(tuple(names) or None)
     return None if left else partition_spec(*spec)

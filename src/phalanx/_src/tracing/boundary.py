@@ -73,8 +73,8 @@ def on_demand(
     known = {id(v): x for v, x in zip(variables, values, strict=True)}
     outer = [known.get(id(compat.outer_of(v))) for v in variables]
     return [
-        x if x is not None else o if o is not None else combined(policy_of(v).combine, own)
-        for v, x, o, own in zip(variables, values, outer, parts, strict=True)
+        x if x is not None else o if o is not None else combined(policy_of(v).combine, part)
+        for v, x, o, part in zip(variables, values, outer, parts, strict=True)
     ]
 
 

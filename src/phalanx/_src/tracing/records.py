@@ -185,13 +185,13 @@ def counting_from(offset: int) -> Iterator[None]:
 @contextmanager
 def held() -> Iterator[None]:
     """Holds back what an eager step records until the step ends, and drops it if the step starts again as a program."""
-    outer, own = defaults.held, list[Record]()
-    defaults.held = own
+    outer, records = defaults.held, list[Record]()
+    defaults.held = records
     try:
         yield
     except NeedsProgram:
-        own.clear()
+        records.clear()
         raise
     finally:
         defaults.held = outer
-        deliver(own)
+        deliver(records)

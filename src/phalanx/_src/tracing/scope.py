@@ -194,8 +194,8 @@ class LiftScope(VariableScope):
     ) -> Sequence[Any]:
         self.aggregations += 1
         compressed = self._compressed(compression, optimizer, grads, variables)
-        sums, kept = compressed.sum(_weight(grads), [self.get_current_value(v) for v in compressed.variables])
-        self._update(compressed.variables, kept)
+        sums, new_values = compressed.sum(_weight(grads), [self.get_current_value(v) for v in compressed.variables])
+        self._update(compressed.variables, new_values)
         return sums
 
     def _compressed(
@@ -226,18 +226,18 @@ class LiftScope(VariableScope):
         strategy = context.get_strategy()
         local_sums = [self.get_current_value(a) for a in accumulators]
         compressed = strategy.compression and self._compressed(strategy.compression, optimizer, grads, variables)
-        kept_in = compressed.variables if compressed else []
-        kept = [self.get_current_value(v) for v in kept_in]
+        state_variables = compressed.variables if compressed else []
+        state = [self.get_current_value(v) for v in state_variables]
 
         def aggregate_totals() -> PyTree:
             totals = [None if g is None else g + x for g, x in zip(grads, local_sums, strict=True)]
-            sums, new = compressed.sum(totals, kept) if compressed else (strategy.aggregate_gradients(totals), kept)
+            sums, new = compressed.sum(totals, state) if compressed else (strategy.aggregate_gradients(totals), state)
             return sums, [jnp.zeros_like(x) for x in local_sums], new
 
         # Keras's `apply` adds the accumulators to the gradients. The totals contain them already, so they become zero before.
         is_last = compat.is_last_accumulated(optimizer)
-        grads, local_sums, kept = lax.cond(is_last, aggregate_totals, lambda: (list(grads), local_sums, kept))
-        self._update([*accumulators, *kept_in], [*local_sums, *kept])
+        grads, local_sums, state = lax.cond(is_last, aggregate_totals, lambda: (list(grads), local_sums, state))
+        self._update([*accumulators, *state_variables], [*local_sums, *state])
         return grads
 
     @override

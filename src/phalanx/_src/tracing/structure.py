@@ -235,7 +235,7 @@ class Arguments(Parts):
         """Returns `(args, kwargs, row masks)` with these arrays, sizes of shares and streams. It is the inverse of the constructor."""
         first_mask = len(arrays) - 2 * len(sizes)
         masks = range(first_mask, len(arrays), 2)
-        rows = [RowMask(arrays[i], arrays[i + 1], sizes=own) for i, own in zip(masks, sizes, strict=True)]
+        rows = [RowMask(arrays[i], arrays[i + 1], sizes=shares) for i, shares in zip(masks, sizes, strict=True)]
         return (*structure.join(arrays[:first_mask], rows, streams), rows)
 
 

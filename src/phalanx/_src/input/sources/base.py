@@ -201,9 +201,9 @@ def check_count(value: object, name: str, most: int = sys.maxsize) -> int:
       InputError: `value` is not an integer from 0 to `most`.
     """
     if not arguments.is_integer(value, 0, most):
-        found = "must be an integer of at least 0." if most == sys.maxsize else f"this dataset has only {most}."
+        problem = "must be an integer of at least 0." if most == sys.maxsize else f"this dataset has only {most}."
         raise InputError(
-            f"set_state of {name} {shown(value, 50)}", found, "a state that get_state of the same data returned"
+            f"set_state of {name} {shown(value, 50)}", problem, "a state that get_state of the same data returned"
         )
     return int(value)
 

@@ -165,8 +165,8 @@ class _BatchReader(AbstractReader):
             self._longest = max(rows, self._longest)
             if self._drop and rows < self._longest:
                 continue
-            own = rows_of(host, self._worker.rows(rows), rows)
-            return Piece([jax.tree.map(copied, own) if self._copies else own], self._worker.shares(rows), rows)
+            part = rows_of(host, self._worker.rows(rows), rows)
+            return Piece([jax.tree.map(copied, part) if self._copies else part], self._worker.shares(rows), rows)
         return None
 
     @override

@@ -143,8 +143,8 @@ class FileRecords(AbstractSource):
                 "from_files with the same files",
             )
         by_file = policy is AutoShardPolicy.FILE
-        own = worker.files(len(paths)) if by_file else range(len(paths))
-        walk = _Walk(self._files, own, [check_count(n, "record") for n in consumed])
+        indices = worker.files(len(paths)) if by_file else range(len(paths))
+        walk = _Walk(self._files, indices, [check_count(n, "record") for n in consumed])
         if by_file:
             return _FileReader(walk, worker, self._batch_size, drop_remainder=self._drop)
         return _SharedReader(walk, worker, self._batch_size, drop_remainder=self._drop)
@@ -162,9 +162,9 @@ class _Walk(Iterator[Callable[[], Any]]):
       consumed: number of records consumed, per file of the dataset.
     """
 
-    def __init__(self, files: Files, own: Sequence[int], consumed: list[int]) -> None:
+    def __init__(self, files: Files, indices: Sequence[int], consumed: list[int]) -> None:
         self._files, self.consumed = files, consumed
-        self._blocks = [own[i : i + files.interleave] for i in range(0, len(own), files.interleave)]
+        self._blocks = [indices[i : i + files.interleave] for i in range(0, len(indices), files.interleave)]
         self._open: dict[int, Iterator[Callable[[], Any]]] = {}
 
     @override
@@ -222,12 +222,12 @@ class _FileReader(AbstractReader):
 
     @override
     def read(self) -> Piece | None:
-        wanted = sum(self._shares)
-        batch = stack((record() for record in self._walk), wanted)
+        size = sum(self._shares)
+        batch = stack((record() for record in self._walk), size)
         rows = 0 if batch is None else num_rows(batch)
-        if batch is None or (self._drop and rows < wanted):
+        if batch is None or (self._drop and rows < size):
             return None
-        counts = self._shares if rows == wanted else shares(rows, len(self._shares))
+        counts = self._shares if rows == size else shares(rows, len(self._shares))
         return Piece([batch], counts, rows if self._alone else None)
 
     @override
@@ -247,8 +247,8 @@ class _SharedReader(AbstractReader):
         group = list(itertools.islice(self._walk, self._batch_size))
         if not group or (self._drop and len(group) < self._batch_size):
             return None
-        own = self._worker.rows(len(group)) or range(1)
-        return Piece([stack((group[i]() for i in own), len(own))], self._worker.shares(len(group)), len(group))
+        rows = self._worker.rows(len(group)) or range(1)
+        return Piece([stack((group[i]() for i in rows), len(rows))], self._worker.shares(len(group)), len(group))
 
     @override
     def get_state(self) -> State:

@@ -124,12 +124,12 @@ class _FunctionReader(AbstractReader):
     def read(self) -> Piece | None:
         replicas = self._worker.replicas
         parts = [self._read(i % len(self._readers)) for i in range(replicas)]
-        given = [part for part in parts if part is not None]
-        if not given:
+        real_parts = [part for part in parts if part is not None]
+        if not real_parts:
             return None
         counts = [0 if part is None else num_rows(part) for part in parts]
         # Replicas whose dataset has ended take part in the step with a batch that is padding only.
-        empty = jax.tree.map(lambda x: x[:0], given[0])
+        empty = jax.tree.map(lambda x: x[:0], real_parts[0])
         batches = [empty if part is None else part for part in parts]
         return Piece(batches, counts, sum(counts) if self._worker.count == 1 else None)
 

@@ -131,15 +131,15 @@ class _PartialReader(AbstractReader):
                 return Piece([rows_of(batch, self._worker.rows(rows), rows)], self._worker.shares(rows), rows)
         return None
 
-    def _take(self, wanted: int) -> PyTree:
+    def _take(self, count: int) -> PyTree:
         """Returns the next rows: fewer at the end, and before rows of other shapes."""
-        batch = self._rest(wanted)
-        while (rows := num_rows(batch)) < wanted:
+        batch = self._rest(count)
+        while (rows := num_rows(batch)) < count:
             # The next batch may be written into the same arrays.
             batch = jax.tree.map(copied, batch)
             if not self._load() or _row(self._batch) != _row(batch):
                 break
-            batch = jax.tree.map(_joined, batch, self._rest(wanted - rows))
+            batch = jax.tree.map(_joined, batch, self._rest(count - rows))
         return batch
 
     def _rest(self, most: int) -> PyTree:

@@ -97,8 +97,8 @@ class _RecordsReader(AbstractReader):
     def _own(self, rows: int) -> tuple[int, int, list[int]]:
         """Returns this worker's first and last (exclusive) row in a batch of `rows` rows, and the rows per local replica."""
         # A worker without rows reads the first one, as padding.
-        own = self._worker.rows(rows) or range(1)
-        return own.start, own.stop, self._worker.shares(rows)
+        local_rows = self._worker.rows(rows) or range(1)
+        return local_rows.start, local_rows.stop, self._worker.shares(rows)
 
     @override
     def get_state(self) -> State:
