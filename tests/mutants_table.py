@@ -563,7 +563,7 @@ FAULTS = [
     Fault(
         "updates of several workers are added instead of averaged",
         "server:ParameterServer._apply",
-        "sum(each) / len(given)",
+        "sum(each) / len(terms)",
         "sum(each)",
         "cluster/parameter_server/test_consistency.py",
     ),
@@ -688,8 +688,8 @@ FAULTS = [
     Fault(
         "checkpoint 9 is newer than checkpoint 10",
         "manager:numbered",
-        "sorted(found)",
-        "sorted(found, key=str)",
+        "sorted(checkpoints)",
+        "sorted(checkpoints, key=str)",
         "unit/checkpoint/test_manager.py",
     ),
     Fault(

@@ -30,7 +30,7 @@ def check_input_fn(input_fn: Any) -> None:
 
 def dataset_of(
     input_fn: InputFn,
-    given: Mapping[str, Any],
+    values: Mapping[str, Any],
     columns: Sequence[Any],
     labels_fn: Callable[[PyTree], PyTree] | None,
 ) -> "Batches":
@@ -38,27 +38,27 @@ def dataset_of(
 
     Args:
       input_fn: the function.
-      given: values for those of its parameters that have these names, such as `params`.
-      columns: feature columns, for which categories are replaced by their numbers.
-      labels_fn: function that replaces the classes of labels by their numbers. None if there are none.
+      values: arguments by name, such as `params`. The function receives the ones that it has parameters for.
+      columns: feature columns. They replace categories by their numbers.
+      labels_fn: function that replaces the classes of labels by their numbers. None if labels have no classes.
 
     Returns:
-      A dataset of batches `(features, labels)`. Labels are None if the function gives none.
+      A dataset of batches `(features, labels)`. Labels are None if the function returns no labels.
 
     Raises:
       InputError: the function has another parameter, or returns no dataset.
     """
     parameters = inspect.signature(input_fn).parameters
     unknown = [
-        p.name for p in parameters.values() if p.name not in given and p.default is p.empty and p.kind not in _REST
+        p.name for p in parameters.values() if p.name not in values and p.default is p.empty and p.kind not in _REST
     ]
     if unknown:
         raise InputError(
             f"an input_fn with the parameters {list(parameters)}",
-            f"{unknown[0]!r} has no value; the parameters may be {sorted(given)}.",
+            f"{unknown[0]!r} has no value; the parameters may be {sorted(values)}.",
             f"functools.partial(input_fn, {unknown[0]}=...)",
         )
-    dataset = input_fn(**{name: value for name, value in given.items() if name in parameters})
+    dataset = input_fn(**{name: value for name, value in values.items() if name in parameters})
     if dataset is None:
         raise InputError("an input_fn that returns None", "there is no data.", "return dataset, in the input_fn")
     if isinstance(dataset, (str, bytes)) or not (isinstance(dataset, Iterable) or is_array(dataset)):
@@ -76,8 +76,8 @@ class Batches:
 
     Args:
       dataset: iterable of batches: a pair of features and labels, or features. Or such a batch, which is repeated forever.
-      columns: feature columns, for which categories are replaced by their numbers.
-      labels_fn: function that replaces the classes of labels by their numbers. None if there are none.
+      columns: feature columns. They replace categories by their numbers.
+      labels_fn: function that replaces the classes of labels by their numbers. None if labels have no classes.
     """
 
     def __init__(self, dataset: Any, columns: Sequence[Any], labels_fn: Callable[[PyTree], PyTree] | None) -> None:
@@ -110,11 +110,11 @@ def is_column(value: object) -> bool:
 def columns_in(params: Any) -> list[Any]:
     """Returns the feature columns among the parameters of a model function."""
     leaves = jax.tree.leaves(params, is_leaf=is_column)
-    found: list[Any] = []
+    columns: list[Any] = []
     for leaf in leaves:
-        if is_column(leaf) and leaf not in found:
-            found.append(leaf)
-    return found
+        if is_column(leaf) and leaf not in columns:
+            columns.append(leaf)
+    return columns
 
 
 def _is_batch(dataset: Any) -> bool:

@@ -20,30 +20,30 @@ def parameters_of(model_fn: Callable[..., Any], params: Any) -> set[str]:
     """Returns the names of the parameters of a model function.
 
     Raises:
-      InvalidArgumentError: one is unknown, or one is missing.
+      InvalidArgumentError: a parameter is unknown or missing.
     """
     names = [p.name for p in inspect.signature(model_fn).parameters.values()]
     unknown = [name for name in names if name not in _PARAMETERS]
     needed = ["features", *(["params"] if params is not None else [])]
     missing = [name for name in needed if name not in names]
     if unknown or missing:
-        found = f"it has the parameter {unknown[0]!r}" if unknown else f"it lacks the parameter {missing[0]!r}"
+        problem = f"it has the parameter {unknown[0]!r}" if unknown else f"it lacks the parameter {missing[0]!r}"
         raise InvalidArgumentError(
             f"model_fn={shown(model_fn)} with the parameters {names}",
-            f"{found}; the parameters are {_PARAMETERS}.",
+            f"{problem}; the parameters are {_PARAMETERS}.",
             "def model_fn(features, labels, mode, params)",
         )
     return set(names)
 
 
-def model_dir_of(given: Any, config: RunConfig) -> str:
+def model_dir_of(model_dir: Any, config: RunConfig) -> str:
     """Returns the folder of an Estimator.
 
     Raises:
-      InvalidArgumentError: the config has another one, or the processes of a cluster have none.
+      InvalidArgumentError: the config names a different folder, or the processes of a cluster have no folder.
     """
-    if given is not None:
-        path = arguments.path("model_dir", given)
+    if model_dir is not None:
+        path = arguments.path("model_dir", model_dir)
         if config.model_dir is not None and str(config.model_dir) != path:
             raise InvalidArgumentError(
                 f"model_dir={path!r}", f"the config has model_dir={str(config.model_dir)!r}.", "only one of them"

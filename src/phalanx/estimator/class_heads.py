@@ -171,8 +171,8 @@ class BinaryClassHead(_ClassHead):
     @override
     def _metrics(self, labels: Any, logits: Any, weights: Any) -> dict[str, keras.metrics.Metric]:
         y = column(labels).astype(jnp.float32)
-        found = self.predictions(logits)
-        ids, probability = found["class_ids"], found["logistic"]
+        predictions = self.predictions(logits)
+        ids, probability = predictions["class_ids"], predictions["logistic"]
         update = functools.partial(_updated, weights=weights)
         metrics = {
             "accuracy": update(keras.metrics.Accuracy(name="accuracy"), y, ids),

@@ -157,7 +157,7 @@ class Estimator:
         """
         self._require_trainer()
         batches.check_input_fn(input_fn)
-        given, listeners = checked_hooks("hooks", hooks), checked_listeners(saving_listeners)
+        user_hooks, listeners = checked_hooks("hooks", hooks), checked_listeners(saving_listeners)
         if steps is not None and max_steps is not None:
             raise InvalidArgumentError(
                 f"train(steps={shown(steps)}, max_steps={shown(max_steps)})",
@@ -179,7 +179,7 @@ class Estimator:
             recorder = Recorder(writer, self._config.save_summary_steps, graph)
             with recorder.step(0):
                 session.prepare()
-            all_hooks = train_hooks(self._config, graph, writer, listeners, [*given, *stops])
+            all_hooks = train_hooks(self._config, graph, writer, listeners, [*user_hooks, *stops])
             with writing_to_the_end(all_hooks):
                 self._begin(graph, session, all_hooks, path)
                 for _ in run_loop(session, all_hooks, recorder=recorder):
@@ -216,7 +216,7 @@ class Estimator:
         """
         batches.check_input_fn(input_fn)
         batches.require_steps("steps", steps)
-        given = checked_hooks("hooks", hooks)
+        user_hooks = checked_hooks("hooks", hooks)
         path = self._checkpoint(checkpoint_path)
         graph = self._graph(ModeKeys.EVAL, path)
         losses = []
@@ -225,13 +225,13 @@ class Estimator:
             session.prepare()
             for metric in graph.trace.metrics.values():
                 metric.reset_state()
-            all_hooks = [*given, *(graph.spec.evaluation_hooks or ())]
+            all_hooks = [*user_hooks, *(graph.spec.evaluation_hooks or ())]
             self._begin(graph, session, all_hooks, path)
             for outputs in run_loop(session, all_hooks, steps):
                 losses.append(outputs[0])
-            found = {key: np.asarray(metric.result()) for key, metric in graph.trace.metrics.items()}
+            values = {key: np.asarray(metric.result()) for key, metric in graph.trace.metrics.items()}
             # Of a dict of metrics, each has a name of its own.
-            results: dict[str, Any] = {key: value[()] for key, value in found.items()}
+            results: dict[str, Any] = {key: value[()] for key, value in values.items()}
             results.setdefault("loss", np.mean(np.asarray(losses), dtype=np.float32))
             results[GLOBAL_STEP] = np.int64(graph.global_step)
         self._write_results(results, name, path)
@@ -264,10 +264,10 @@ class Estimator:
         """
         batches.check_input_fn(input_fn)
         arguments.flag("yield_single_examples", yield_single_examples)
-        given = checked_hooks("hooks", hooks)
+        user_hooks = checked_hooks("hooks", hooks)
         path = self._checkpoint(checkpoint_path)
         keys = [predict_keys] if isinstance(predict_keys, str) else predict_keys
-        return self._predictions(input_fn, keys, given, path, is_single=yield_single_examples)
+        return self._predictions(input_fn, keys, user_hooks, path, is_single=yield_single_examples)
 
     def export_saved_model(
         self,
@@ -368,8 +368,8 @@ class Estimator:
                 "the input_fn returns labels.",
                 "def model_fn(features, labels, mode)",
             )
-        given = {"labels": labels, "mode": mode, "params": self._params_for(mode), "config": self._config}
-        return self._model_fn(features, **{k: v for k, v in given.items() if k in self._parameters})
+        kwargs = {"labels": labels, "mode": mode, "params": self._params_for(mode), "config": self._config}
+        return self._model_fn(features, **{k: v for k, v in kwargs.items() if k in self._parameters})
 
     def _graph(self, mode: str, path: str | None) -> Graph:
         """Returns the graph of a mode. Without a checkpoint, a new one."""
@@ -386,11 +386,11 @@ class Estimator:
         return self._graphs[mode]
 
     def _dataset_fn(self, input_fn: Callable[..., Any], mode: str) -> Callable[[InputContext], Any]:
-        given = {"mode": mode, "params": self._params_for(mode), "config": self._config}
+        values = {"mode": mode, "params": self._params_for(mode), "config": self._config}
         columns, labels_fn = self._columns, self._labels_fn
 
         def dataset_fn(input_context: InputContext) -> batches.Batches:
-            return batches.dataset_of(input_fn, {**given, "input_context": input_context}, columns, labels_fn)
+            return batches.dataset_of(input_fn, {**values, "input_context": input_context}, columns, labels_fn)
 
         return dataset_fn
 
@@ -423,8 +423,8 @@ class Estimator:
     ) -> Iterator[Any]:
         graph = self._graph(ModeKeys.PREDICT, path)
         with graph.as_default():
-            given = self._dataset_fn(input_fn, graph.mode)(InputContext())
-            steps = SynchronousSteps(graph, ((features, None) for features, _ in given))
+            dataset = self._dataset_fn(input_fn, graph.mode)(InputContext())
+            steps = SynchronousSteps(graph, ((features, None) for features, _ in dataset))
             if steps.is_empty:
                 return
             session = GraphSession(graph, steps)
@@ -438,9 +438,11 @@ class Estimator:
                 outputs = next(loop, None)
             if outputs is None:
                 return
-            found = jax.tree.map(np.asarray, outputs[2])
-            found = chosen(found if self._predictions_fn is None else self._predictions_fn(found), keys)
-            yield from rows_of(found) if is_single else [found]
+            predictions = jax.tree.map(np.asarray, outputs[2])
+            predictions = chosen(
+                predictions if self._predictions_fn is None else self._predictions_fn(predictions), keys
+            )
+            yield from rows_of(predictions) if is_single else [predictions]
 
     def _write_results(self, results: Mapping[str, Any], name: str | None, path: str | None) -> None:
         step = int(results[GLOBAL_STEP])

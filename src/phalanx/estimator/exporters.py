@@ -240,8 +240,8 @@ class BestExporter(_SavedModelExporter):
         exports_to_keep: int | None = 5,
     ) -> None:
         super().__init__(name, serving_input_receiver_fn, assets_extra, as_text, exports_to_keep)
-        wanted = {"best_eval_result", "current_eval_result"}
-        if _parameters_of(compare_fn) != wanted:
+        parameters = {"best_eval_result", "current_eval_result"}
+        if _parameters_of(compare_fn) != parameters:
             raise InvalidArgumentError(
                 f"compare_fn={shown(compare_fn)}",
                 "must be a function of best_eval_result and current_eval_result.",

@@ -52,12 +52,12 @@ def add_metrics(estimator: Estimator, metric_fn: Callable[..., dict[str, Any]]) 
         spec = inner(features, labels, mode, config)
         if mode != ModeKeys.EVAL:
             return spec
-        given = {"features": features, "labels": labels, "predictions": spec.predictions, "config": config}
-        found = metric_fn(**{name: given[name] for name in names})
-        if not isinstance(found, Mapping):
+        values = {"features": features, "labels": labels, "predictions": spec.predictions, "config": config}
+        metrics = metric_fn(**{name: values[name] for name in names})
+        if not isinstance(metrics, Mapping):
             raise InvalidArgumentError(
-                f"a metric_fn that returns {shown(found)}", "must return a dict.", 'return {"error": metric}'
+                f"a metric_fn that returns {shown(metrics)}", "must return a dict.", 'return {"error": metric}'
             )
-        return replace(spec, eval_metric_ops={**spec.metrics, **found})
+        return replace(spec, eval_metric_ops={**spec.metrics, **metrics})
 
     return estimator.extended(model_fn)

@@ -168,9 +168,9 @@ class Graph:
         return self._latest.tape
 
     def _run(self, batch: PyTree) -> PyTree:
-        """Runs one step on all replicas. Returns the loss over the global batch, and what hooks and callers ask for."""
-        loss, *others = self.strategy.run(self.replica_step, args=(batch,))
-        return (loss if loss is None else self.strategy.reduce("SUM", loss, axis=None), *others)
+        """Runs one step on all replicas. Returns the global loss and the outputs that hooks and callers request."""
+        loss, *outputs = self.strategy.run(self.replica_step, args=(batch,))
+        return (loss if loss is None else self.strategy.reduce("SUM", loss, axis=None), *outputs)
 
     def replica_step(self, batch: PyTree) -> PyTree:
         """Runs one step on one replica. Returns its share of the loss, the arrays for hooks, and the predictions."""

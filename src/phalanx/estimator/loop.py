@@ -302,7 +302,7 @@ def _is_concrete(fetch: Any) -> bool:
 def run_loop(
     session: GraphSession, hooks: Sequence[SessionRunHook], most: int | None = None, recorder: Recorder | None = None
 ) -> Iterator[Outputs]:
-    """Runs steps until the data end or a hook requests a stop. Yields what each step has returned.
+    """Runs steps until the data ends or a hook requests a stop. Yields the outputs of each step.
 
     The hooks have begun, and the variables have their values.
 
@@ -310,23 +310,25 @@ def run_loop(
       session: runs the steps.
       hooks: the hooks, in order.
       most: number of steps after which it stops. None for no limit.
-      recorder: records summaries. None for none.
+      recorder: records summaries. None for no summaries.
     """
     recorder = recorder or Recorder(None, None)
-    own, count = SessionRunArgs(["loss", session.graph.global_step]), 0
+    run_args, count = SessionRunArgs(["loss", session.graph.global_step]), 0
     for hook in hooks:
         hook.after_create_session(session, None)
     recorder.start(session.step)
     while most is None or count < most:
-        run_context = SessionRunContext(own, session)
-        asked = [hook.before_run(run_context) for hook in hooks]
+        run_context = SessionRunContext(run_args, session)
+        hook_args = [hook.before_run(run_context) for hook in hooks]
         with recorder.step(session.step):
             outputs = session.advance()
         if outputs is None:
             break
         count += 1
         try:
-            results = [x if x is None else session.run(_fetches_of(h, x)) for h, x in zip(hooks, asked, strict=True)]
+            results = [
+                x if x is None else session.run(_fetches_of(h, x)) for h, x in zip(hooks, hook_args, strict=True)
+            ]
         except _ENDS:  # A scheduled step found no data.
             break
         for hook, result in zip(hooks, results, strict=True):

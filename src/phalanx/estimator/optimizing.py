@@ -49,10 +49,10 @@ def gradients_of(
     if not is_array(loss):
         raise InvalidArgumentError(f"minimize(loss={shown(loss)})", "is not an array.", "loss=keras.ops.mean(losses)")
     variables = graph.trainable_variables if variables is None else list(variables)
-    # Weighting the loss is right even if a layer communicates; weighting its gradients is not.
+    # If a layer communicates, weighting the loss is still correct, but weighting the gradients is not.
     target = optimizer.scale_loss(loss * jnp.asarray(context.require_replica().weight, loss.dtype))
-    found = graph.tape.gradient(target, variables)
-    pairs = [(g, v) for g, v in zip(found, variables, strict=True) if g is not None]
+    gradients = graph.tape.gradient(target, variables)
+    pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
     if not pairs:
         raise InvalidArgumentError(
             f"minimize(loss={shown(loss)})",

@@ -89,12 +89,12 @@ def creator_of(optimizer: Optimizer, learning_rate: float | None = None) -> Call
     raise _no_optimizer(optimizer)
 
 
-def _created(given: Any) -> keras.optimizers.Optimizer:
-    made: Any = given() if callable(given) else given
+def _created(optimizer: Any) -> keras.optimizers.Optimizer:
+    made: Any = optimizer() if callable(optimizer) else optimizer
     made = made.create() if callable(getattr(made, "create", None)) else made
     if isinstance(made, compat.BaseOptimizer):
         return made
-    raise _no_optimizer(given)
+    raise _no_optimizer(optimizer)
 
 
 def _no_optimizer(optimizer: Any) -> InvalidArgumentError:
@@ -249,9 +249,9 @@ def combined_logits(
         parts.append((_linear_part(head, linear_columns, combiner), creator_of(linear_optimizer, rate)))
 
     def fn(features: PyTree, mode: str) -> tuple[Any, Callable[[Any], Any]]:
-        found = [(*logits_of(features, mode), create) for logits_of, create in parts]
-        logits = sum((logits for logits, _, _ in found[1:]), start=found[0][0])
-        return logits, lambda loss: [minimize(create(), loss, variables) for _, variables, create in found]
+        outputs = [(*logits_of(features, mode), create) for logits_of, create in parts]
+        logits = sum((logits for logits, _, _ in outputs[1:]), start=outputs[0][0])
+        return logits, lambda loss: [minimize(create(), loss, variables) for _, variables, create in outputs]
 
     return fn, [*linear_columns, *deep_columns]
 
@@ -260,12 +260,12 @@ def baseline_logits(head: Head, optimizer: Optimizer) -> Any:
     """Returns the logits of a constant, and their `train_op`."""
 
     def logits_of(features: PyTree, mode: str) -> tuple[Any, list[keras.Variable]]:
-        found = jax.tree.leaves(features)
-        if not found:
+        arrays = jax.tree.leaves(features)
+        if not arrays:
             raise InputError(
                 f"features={shown(features)}", "tell no number of rows.", "a feature, although it is not used"
             )
-        rows = found[0].shape[0]
+        rows = arrays[0].shape[0]
         with keras.name_scope("baseline"):
             bias = keras.Variable("zeros", shape=(head.logits_dimension,), name="bias")
         return jnp.broadcast_to(bias.value, (rows, head.logits_dimension)), [bias]

@@ -159,25 +159,25 @@ class SavedModel:
         raw = {name: self._checked(name, x) for name, x in self._by_name(features).items()}
         named: Any = feature_column.prepare(raw, self._columns) if self._columns else raw
         try:
-            found = self._call(self._variables, named if self.signature["is_dict"] else named[""])
+            predictions = self._call(self._variables, named if self.signature["is_dict"] else named[""])
         except ValueError as e:
             raise InputError(
                 f"features of the shapes {jax.tree.map(np.shape, raw)}",
                 f"the model does not compute so many rows: {str(e).partition(chr(10))[0]}",
                 "as many rows for all features; keras.ops.reshape(x, (-1, ...)) in the model_fn",
             ) from e
-        found = jax.tree.map(np.asarray, found)
+        predictions = jax.tree.map(np.asarray, predictions)
         classes = self.signature["classes"]
-        return found if classes is None else with_classes(found, classes)
+        return predictions if classes is None else with_classes(predictions, classes)
 
     def _by_name(self, features: PyTree) -> dict[str, Any]:
-        wanted = self.signature["features"]
-        given = _named(features)
-        if set(given) != set(wanted):
+        specs = self.signature["features"]
+        arrays = _named(features)
+        if set(arrays) != set(specs):
             raise InputError(
-                f"features of the names {sorted(given)}", f"the model takes {sorted(wanted)}.", "all of them, as arrays"
+                f"features of the names {sorted(arrays)}", f"the model takes {sorted(specs)}.", "all of them, as arrays"
             )
-        return given
+        return arrays
 
     def _checked(self, name: str, feature: Any) -> np.ndarray:
         dtype, shape = self.signature["features"][name]
@@ -225,10 +225,10 @@ def _exported(graph: Graph, batch: PyTree) -> Any:
         with keras.StatelessScope(state_mapping=mapping):
             return graph.predictions(features)
 
-    given = {name: shape_dtype(v.shape, np.asarray(v.value).dtype) for name, v in variables.items()}
+    variable_specs = {name: shape_dtype(v.shape, np.asarray(v.value).dtype) for name, v in variables.items()}
     specs = jax.tree.map(lambda x: shape_dtype((rows, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype)), batch)
     try:
-        return export.export(jax.jit(predict))(given, specs)
+        return export.export(jax.jit(predict))(variable_specs, specs)
     except Exception as e:
         raise InvalidArgumentError(
             "export_saved_model of this model_fn",
@@ -290,11 +290,11 @@ def _checked_assets(assets: Any) -> dict[str, str]:
     hint = 'assets_extra={"words.txt": "data/words.txt"}'
     if not isinstance(assets, (Mapping, NoneType)):
         raise InvalidArgumentError(f"assets_extra={shown(assets)}", "must be a dict from paths to paths.", hint)
-    found = {arguments.path("assets_extra", k): arguments.path("assets_extra", v) for k, v in (assets or {}).items()}
-    for name in found:
+    paths = {arguments.path("assets_extra", k): arguments.path("assets_extra", v) for k, v in (assets or {}).items()}
+    for name in paths:
         if os.path.isabs(name) or ".." in Path(name).parts:
             raise InvalidArgumentError(f"assets_extra={{{name!r}: ...}}", "the path leads out of the export.", hint)
-    return found
+    return paths
 
 
 def _require_libraries() -> None:

@@ -154,15 +154,15 @@ def checked_hooks(name: str, hooks: Any) -> tuple[SessionRunHook, ...]:
     Raises:
       InvalidArgumentError: one of them is not a `SessionRunHook`.
     """
-    found = listed(hooks)
-    for hook in found:
+    items = listed(hooks)
+    for hook in items:
         if not isinstance(hook, SessionRunHook):
             raise InvalidArgumentError(
                 f"{name}={shown(hooks)}",
                 f"{shown(hook)} is not a SessionRunHook.",
                 f"{name}=[estimator.StopAtStepHook(last_step=100)]",
             )
-    return found
+    return items
 
 
 def listed(items: Any) -> tuple[Any, ...]:

@@ -88,10 +88,10 @@ class TPUConfig:
         arguments.integer("iterations_per_loop", self.iterations_per_loop)
         if self.num_shards is not None:
             arguments.integer("num_shards", self.num_shards)
-        found = self.per_host_input_for_training
-        if found is not True and found not in (InputPipelineConfig.PER_HOST_V1, InputPipelineConfig.PER_HOST_V2):
+        pipeline = self.per_host_input_for_training
+        if pipeline is not True and pipeline not in (InputPipelineConfig.PER_HOST_V1, InputPipelineConfig.PER_HOST_V2):
             raise InvalidArgumentError(
-                f"per_host_input_for_training={shown(found)}",
+                f"per_host_input_for_training={shown(pipeline)}",
                 "a host calls the input function once.",
                 "per_host_input_for_training=InputPipelineConfig.PER_HOST_V2",
             )
@@ -353,6 +353,6 @@ def _metrics_of(eval_metrics: Any) -> Mapping[str, Any] | None:
             "must be a pair of a function and its arguments.",
             "eval_metrics=(metric_fn, [labels, logits])",
         )
-    metric_fn, given = eval_metrics
-    found: Mapping[str, Any] = metric_fn(**given) if isinstance(given, Mapping) else metric_fn(*given)
-    return found
+    metric_fn, args = eval_metrics
+    metrics: Mapping[str, Any] = metric_fn(**args) if isinstance(args, Mapping) else metric_fn(*args)
+    return metrics

@@ -97,8 +97,8 @@ class EvalSpec:
         if self.name is not None and not isinstance(self.name, str):
             raise InvalidArgumentError(f"name={shown(self.name)}", "must be a str or None.", 'name="test"')
         object.__setattr__(self, "hooks", checked_hooks("hooks", self.hooks))
-        given: Any = self.exporters
-        exporters = list(given or ()) if given is None or isinstance(given, Iterable) else [given]
+        option: Any = self.exporters
+        exporters = list(option or ()) if option is None or isinstance(option, Iterable) else [option]
         for exporter in exporters:
             if not isinstance(exporter, Exporter):
                 raise InvalidArgumentError(

@@ -52,8 +52,8 @@ class WarmStartSettings:
                 "rows of a variable are not mapped from one vocabulary to another.",
                 "assign the rows in a hook's after_create_session",
             )
-        asked = self.vars_to_warm_start
-        for pattern in asked if isinstance(asked, (list, tuple)) else [asked]:
+        patterns = self.vars_to_warm_start
+        for pattern in patterns if isinstance(patterns, (list, tuple)) else [patterns]:
             _compiled(pattern)
         if not isinstance(self.var_name_to_prev_var_name, (Mapping, NoneType)):
             raise InvalidArgumentError(
@@ -75,19 +75,19 @@ class WarmStartSettings:
                 _log.info("Warm-starting %s from %s", name, self.ckpt_to_initialize_from)
 
     def _is_meant(self, name: str, variable: keras.Variable) -> bool:
-        asked = self.vars_to_warm_start
-        if isinstance(asked, str):
-            return variable.trainable and _compiled(asked).match(name) is not None
-        return any(_compiled(pattern).match(name) is not None for pattern in asked)
+        patterns = self.vars_to_warm_start
+        if isinstance(patterns, str):
+            return variable.trainable and _compiled(patterns).match(name) is not None
+        return any(_compiled(pattern).match(name) is not None for pattern in patterns)
 
     def _value(self, reader: CheckpointReader, name: str, variable: keras.Variable) -> Any:
         old = (self.var_name_to_prev_var_name or {}).get(name, name)
         shapes = reader.get_variable_to_shape_map()
         if shapes.get(old) != list(variable.shape):
-            found = f"has the shape {shapes[old]}" if old in shapes else f"is not there; it contains {sorted(shapes)}"
+            problem = f"has the shape {shapes[old]}" if old in shapes else f"is not there; it contains {sorted(shapes)}"
             raise CheckpointMismatchError(
                 f"a warm start of {name!r} from {self.ckpt_to_initialize_from}",
-                f"{old!r} {found}. The variable has the shape {list(variable.shape)}.",
+                f"{old!r} {problem}. The variable has the shape {list(variable.shape)}.",
                 "vars_to_warm_start with the names of the variables that are alike",
             )
         return reader.get_tensor(old)

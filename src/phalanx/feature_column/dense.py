@@ -181,10 +181,10 @@ def shared_embeddings(
             f"categorical_columns={shown(categorical_columns)}", "must be a list of columns.", "[origin, destination]"
         )
     columns = [checked_categorical(column) for column in categorical_columns]
-    found = {(type(_unweighted(column)).__name__, column.num_buckets) for column in columns}
-    if len(found) > 1:
+    kinds = {(type(_unweighted(column)).__name__, column.num_buckets) for column in columns}
+    if len(kinds) > 1:
         raise InvalidArgumentError(
-            f"shared_embeddings of columns with the kinds and sizes {sorted(found)}",
+            f"shared_embeddings of columns with the kinds and sizes {sorted(kinds)}",
             "columns that share a table must be of one kind and size.",
             "embedding_column for each column",
         )

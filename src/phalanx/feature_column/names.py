@@ -105,33 +105,33 @@ def checked_columns(columns: object, name: str = "feature_columns") -> list[Abst
       name: name of the argument, for messages.
 
     Raises:
-      InvalidArgumentError: an item is not a column, or there is none.
+      InvalidArgumentError: an item is not a column, or there is no item.
     """
     hint = f'{name}=[phalanx.feature_column.numeric_column("age")]'
     if isinstance(columns, AbstractColumn):
         return [columns]
     if isinstance(columns, (str, bytes, dict)) or hasattr(columns, "dtype") or not isinstance(columns, Iterable):
         raise InvalidArgumentError(f"{name}={shown(columns)}", "must be a list of columns.", hint)
-    found = list(columns)
-    wrong = [column for column in found if not isinstance(column, AbstractColumn)]
-    if wrong or not found:
+    items = list(columns)
+    wrong = [column for column in items if not isinstance(column, AbstractColumn)]
+    if wrong or not items:
         item = shown(wrong[0]) if wrong else "[]"
         raise InvalidArgumentError(f"{name} with {item}", "must be a list of columns, not empty.", hint)
-    return found
+    return items
 
 
 def sorted_columns(columns: object) -> list[AbstractColumn]:
     """Returns columns in the order of their names.
 
     Raises:
-      InvalidArgumentError: an item is not a column, there is none, or two have one name.
+      InvalidArgumentError: an item is not a column, there is no column, or two columns have the same name.
     """
-    found = sorted(checked_columns(columns), key=lambda column: column.name)
-    for one, other in zip(found, found[1:], strict=False):
+    by_name = sorted(checked_columns(columns), key=lambda column: column.name)
+    for one, other in zip(by_name, by_name[1:], strict=False):
         if one.name == other.name:
             raise InvalidArgumentError(
                 f"two columns with the name {one.name!r}",
                 "the names of columns must differ.",
                 "one of them, or a copy of the feature with another name",
             )
-    return found
+    return by_name

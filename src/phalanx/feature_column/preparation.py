@@ -38,8 +38,8 @@ def prepare(features: Mapping[str, PyTree], feature_columns: PyTree) -> dict[str
     columns = checked_columns(feature_columns)
     prepared = prepared_inputs(features, columns)
     used = {key for column in columns for one in column.inputs() for key in one.keys}
-    others = {key: array_of(value, key) for key, value in features.items() if key not in used}
-    return {key: value for key, value in others.items() if not is_text(value)} | prepared
+    unused = {key: array_of(value, key) for key, value in features.items() if key not in used}
+    return {key: value for key, value in unused.items() if not is_text(value)} | prepared
 
 
 def prepared_inputs(features: Mapping[str, PyTree], columns: Iterable[AbstractColumn]) -> dict[str, Any]:

@@ -120,14 +120,14 @@ def categories_of(features: Mapping[str, Any], key: str, kind: str | None) -> ND
         raise InvalidArgumentError(
             f"the feature {key!r} of shape {feature.shape}", "categories have at most two dims.", "x.reshape(batch, -1)"
         )
-    found = TEXT if is_text(feature) else INTEGER if feature.dtype.kind in "iu" else None
-    if found is None or kind not in (None, found):
+    actual_kind = TEXT if is_text(feature) else INTEGER if feature.dtype.kind in "iu" else None
+    if actual_kind is None or kind not in (None, actual_kind):
         raise InvalidArgumentError(
             f"the feature {key!r} of dtype {feature.dtype}",
             f"its column needs {'strings' if kind == TEXT else 'integers' if kind else 'strings or integers'}.",
             f"np.asarray(x, {_HINTS[kind or INTEGER]}), or a column for the dtype of the feature",
         )
-    values = feature.astype(np.int64) if found == INTEGER else _texts(feature, key)
+    values = feature.astype(np.int64) if actual_kind == INTEGER else _texts(feature, key)
     columns: NDArray[Any] = in_columns(values)
     return columns
 
@@ -161,11 +161,11 @@ def encoded(text: str) -> bytes:
 
 
 def by_unique(values: NDArray[Any], compute: Callable[[list[Any]], Sequence[Any]]) -> NDArray[np.int64]:
-    """Returns what `compute` makes of each value. It is called once, with a list of the different values."""
+    """Maps each value through `compute`, which is called once, with a list of the unique values."""
     flat = values.ravel().tolist()
     unique = list(dict.fromkeys(flat))
-    found = dict(zip(unique, compute(unique), strict=True))
-    return np.array([found[value] for value in flat], np.int64).reshape(values.shape)
+    numbers = dict(zip(unique, compute(unique), strict=True))
+    return np.array([numbers[value] for value in flat], np.int64).reshape(values.shape)
 
 
 def require_one_batch(sizes: Mapping[str, int]) -> None:

@@ -53,8 +53,8 @@ class _VocabularyColumn(AbstractKeyedColumn):
     def _found(self, words: list[Any]) -> Sequence[int]:
         if not self.num_oov_buckets:
             return [self.table.get(word, self.default_value) for word in words]
-        others = (self.vocabulary_size + hashed(words, self.num_oov_buckets)).tolist()
-        return [self.table.get(word, other) for word, other in zip(words, others, strict=True)]
+        buckets = (self.vocabulary_size + hashed(words, self.num_oov_buckets)).tolist()
+        return [self.table.get(word, bucket) for word, bucket in zip(words, buckets, strict=True)]
 
 
 @keras.saving.register_keras_serializable(package="phalanx")

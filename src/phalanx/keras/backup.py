@@ -226,12 +226,12 @@ class BackupAndRestore(BatchCounter):
         self._manager.save()
 
     def _batches_until_next(self) -> int:
-        """Returns the number of batches until the next backup: on all processes that of the chief, whose clock counts."""
+        """Returns the number of batches until the next backup. The chief computes it from its clock, for all processes."""
         assert self.progress is not None
         assert self._every_s is not None
         step_s = (time.monotonic() - self._since_s) / self.batches
-        own = np.array([max(1, round(self._every_s / max(step_s, 1e-6)))])
-        return int(self.progress.topology.exchange(own)[0, 0])
+        num_batches = np.array([max(1, round(self._every_s / max(step_s, 1e-6)))])
+        return int(self.progress.topology.exchange(num_batches)[0, 0])
 
 
 @contextmanager

@@ -171,9 +171,9 @@ class EpochData:
         iterator = goes_on or self._new_iterator()
         self._reading = iterator
         while self._steps is None or done < self._steps:
-            wanted = self._group if self._steps is None else min(self._group, self._steps - done)
+            num_steps = self._group if self._steps is None else min(self._group, self._steps - done)
             self._before = done, iterator.position
-            parts = list(_parts(iterator, self._stacked, wanted))
+            parts = list(_parts(iterator, self._stacked, num_steps))
             # The last epoch ended exactly at the end of the data.
             if not parts and goes_on and not done:
                 goes_on, iterator = None, self._new_iterator()
@@ -185,7 +185,7 @@ class EpochData:
             yield done, parts
             done = self._done
         if done == self._steps:
-            # Keras stops the threads of a `PyDataset` in `on_epoch_end`. A thread of ours that waits for them would hang.
+            # Keras stops the threads of a `PyDataset` in `on_epoch_end`. A Phalanx thread that waits for them would hang.
             iterator.stop_reading()
             self._iterator = iterator
         elif self._steps is not None:
@@ -275,7 +275,7 @@ def numpy_state() -> dict[str, Any]:
 
 
 def _batched(strategy: Strategy, x: PyTree, data: dict[str, Any]) -> DistributedDataset | None:
-    """Returns the distributed dataset for the kinds of data that only Phalanx knows; None for those of Keras.
+    """Returns the distributed dataset for data that only Phalanx supports, or None for data that Keras reads.
 
     Raises:
       InvalidArgumentError: labels, weights or a batch size are passed besides `x`, which already contains them.
@@ -291,10 +291,10 @@ def _batched(strategy: Strategy, x: PyTree, data: dict[str, Any]) -> Distributed
         return None
     batch_size = data.pop("batch_size", None) if isinstance(x, AbstractRows) else None
     # `fit` passes shuffle=True by default, so it does not show what the user wants.
-    given = [name for name, value in data.items() if value is not None and name != "shuffle"]
-    if given:
+    names = [name for name, value in data.items() if value is not None and name != "shuffle"]
+    if names:
         raise InvalidArgumentError(
-            f"{', '.join(given)} with a {type(x).__name__}",
+            f"{', '.join(names)} with a {type(x).__name__}",
             "the dataset already yields batches of (inputs, targets, sample_weight).",
             "make them part of the elements of the dataset",
         )
@@ -313,18 +313,18 @@ def steps_in(parts: Sequence[tuple[Any, int]]) -> int:
     return sum(map(_COUNT, parts))
 
 
-def _parts(iterator: DistributedIterator, room: int, wanted: int) -> Iterator[tuple[Any, int]]:
+def _parts(iterator: DistributedIterator, room: int, num_steps: int) -> Iterator[tuple[Any, int]]:
     """Yields the parts of a group: stacks of batches of equal size with their numbers of steps.
 
     Args:
       iterator: the iterator to read.
       room: number of steps that a stack has room for. 1 for batches that are not stacked.
-      wanted: number of steps of the group.
+      num_steps: number of steps of the group.
     """
-    while wanted:
+    while num_steps:
         try:
-            batches, count = (iterator.get_next(), 1) if room == 1 else iterator.next_steps(wanted, room=room)
+            batches, count = (iterator.get_next(), 1) if room == 1 else iterator.next_steps(num_steps, room=room)
         except OutOfRangeError:
             return
         yield batches, count
-        wanted -= count
+        num_steps -= count

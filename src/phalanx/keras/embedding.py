@@ -55,11 +55,11 @@ class ShardedEmbedding(keras.layers.Embedding):
         **kwargs: PyTree,
     ) -> None:
         whole = ("embeddings_regularizer", "embeddings_constraint", "weights", "lora_rank", "quantization_config")
-        given = {name: kwargs.pop(name) for name in whole if name in kwargs}
+        options = {name: kwargs.pop(name) for name in whole if name in kwargs}
         kwargs.pop("lora_alpha", None)
-        if wrong := [name for name, value in given.items() if value is not None]:
+        if wrong := [name for name, value in options.items() if value is not None]:
             raise InvalidArgumentError(
-                f"ShardedEmbedding({wrong[0]}={shown(given[wrong[0]], 40)})",
+                f"ShardedEmbedding({wrong[0]}={shown(options[wrong[0]], 40)})",
                 "the argument needs the whole table at each step, but the servers hold only shards.",
                 "keras.layers.Embedding; or layer.embeddings.assign(weights)",
             )

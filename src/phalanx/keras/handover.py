@@ -29,17 +29,17 @@ class Run:
       data: the batches.
       validation: the batches of the validation, or None.
       hooks: the callbacks that this process runs.
-      given: all callbacks of the user, in the same order on every process.
-      progress: how far the training has come.
+      callbacks: all callbacks of the user, in the same order on every process.
+      progress: progress of the training run.
       epochs: the number of epochs.
       validation_freq: after which epochs the validation runs.
-      training: keeps the training going if processes are lost. None if the group does not change.
+      training: continues the training run if processes are lost. None if the group does not change.
     """
 
     data: EpochData
     validation: EpochData | None
     hooks: CallbackList
-    given: Sequence[Callback]
+    callbacks: Sequence[Callback]
     progress: FitProgress
     epochs: int
     validation_freq: int | Collection[int]
@@ -47,7 +47,7 @@ class Run:
     _counters: list[dict[str, Any]] = field(default_factory=list, init=False)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Calls `on_epoch_begin`, unless the callbacks have heard of this epoch before."""
+        """Calls `on_epoch_begin`, unless the callbacks were already called for this epoch."""
         if self.training is None or self.training.begin_epoch(epoch):
             self._forget_total()
             self.hooks.on_epoch_begin(epoch)
@@ -60,45 +60,45 @@ class Run:
                     callback.target = None
 
     def end_epoch(self, epoch: int, logs: dict[str, Any]) -> None:
-        """Calls `on_epoch_end` of each callback once, also if one of them fails because a process was lost."""
+        """Calls `on_epoch_end` of each callback once, even if one of them fails because a process was lost."""
         if self.training is None:
             self.hooks.on_epoch_end(epoch, logs)
             return
         if epoch < self.training.told[0]:
             return
-        own = self.hooks.callbacks
-        # On all processes in the order of the user, because callbacks may communicate.
-        for callback in self.given[self.progress.called :]:
-            if _is_among(callback, own):
+        local_callbacks = self.hooks.callbacks
+        # All processes use the user's order, because callbacks may communicate.
+        for callback in self.callbacks[self.progress.called :]:
+            if _is_among(callback, local_callbacks):
                 callback.on_epoch_end(epoch, logs)
             self.progress.called += 1
-        if self.progress.called == len(self.given):
-            for callback in own:
-                if not _is_among(callback, self.given):
+        if self.progress.called == len(self.callbacks):
+            for callback in local_callbacks:
+                if not _is_among(callback, self.callbacks):
                     callback.on_epoch_end(epoch, logs)
             self.progress.called += 1
 
     def share_counters(self, topology: Topology, *, has_arrays: bool = False) -> None:
-        """Tells all processes the counters of the chief's callbacks.
+        """Sends the counters of the chief's callbacks to all processes.
 
         Args:
           topology: the devices of all processes.
-          has_arrays: whether arrays count too, such as the best weights so far. A process that has started later needs them, and they are
-            large.
+          has_arrays: whether to include arrays, such as the best weights so far. They are large, and only a process that started
+            later needs them.
         """
-        own = b""
+        payload = b""
         if topology.worker_index == 0:
-            own = text.packed([_counters_of(callback, has_arrays=has_arrays) for callback in self._all()])
-        self._counters = text.unpacked(exchange_bytes(own, topology.exchange)[0])
+            payload = text.packed([_counters_of(callback, has_arrays=has_arrays) for callback in self._all()])
+        self._counters = text.unpacked(exchange_bytes(payload, topology.exchange)[0])
 
     def take_counters(self) -> None:
-        """Sets the counters of all callbacks to those that were shared last."""
+        """Sets the counters of all callbacks to the last shared values."""
         for callback, counters in zip(self._all(), self._counters, strict=False):
             _set_counters(callback, counters)
 
     def promote(self, is_writer: Callable[[Callback], bool]) -> None:
         """Adds the callbacks that only the chief runs, because this process has become the chief."""
-        for i, callback in enumerate(self.given):
+        for i, callback in enumerate(self.callbacks):
             if not is_writer(callback) or _is_among(callback, self.hooks.callbacks):
                 continue
             if isinstance(callback, keras.callbacks.CSVLogger):
@@ -113,7 +113,7 @@ class Run:
                 callback.on_epoch_begin(self.training.told[0])
 
     def _all(self) -> list[Callback]:
-        return [*self.given, self.hooks.model.history]
+        return [*self.callbacks, self.hooks.model.history]
 
 
 def _is_among(callback: Callback, callbacks: Sequence[Callback]) -> bool:
@@ -121,18 +121,18 @@ def _is_among(callback: Callback, callbacks: Sequence[Callback]) -> bool:
 
 
 def _counters_of(callback: Callback, *, has_arrays: bool) -> dict[str, Any]:
-    """Returns the attributes that are numbers, text or containers of these, and perhaps those with arrays."""
-    found = {}
+    """Returns the attributes that are numbers, text or containers of these. With `has_arrays`, also attributes with arrays."""
+    counters = {}
     for name, value in vars(callback).items():
         if name in _OF_PROCESS or value is None:  # None may stand for a file, or another object that is not open yet.
             continue
         if text.is_plain(value) or isinstance(value, np.generic):
-            found[name] = value
+            counters[name] = value
         elif has_arrays:
             with suppress(TypeError):
                 text.packed(value)
-                found[name] = value
-    return found
+                counters[name] = value
+    return counters
 
 
 def _set_counters(callback: Callback, counters: dict[str, Any]) -> None:

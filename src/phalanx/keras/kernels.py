@@ -47,17 +47,17 @@ def set_cpu_kernels(enabled: bool) -> None:
     _is_on = arguments.flag("enabled", enabled)
 
 
-def _is_for(x: Any, *others: Any) -> bool:
-    """Returns whether a step for CPUs is being traced that computes `x`, in a scope, and the arrays are floats."""
+def _is_for(x: Any, *arrays: Any) -> bool:
+    """Returns whether `x` is computed by a traced step for CPUs, in a scope, and all arrays are floats."""
     if not (_is_on and isinstance(x, jax.core.Tracer) and context.has_strategy()):
         return False
     topology = context.current().strategy.topology
-    own = {device.platform for device in topology.devices} if topology.has_devices else ()
+    platform_names = {device.platform for device in topology.devices} if topology.has_devices else ()
     is_whole = not topology.has_devices or topology.devices_per_replica == 1
     return (
         is_whole
-        and platforms.are_cpus(tuple(own))
-        and all(jnp.issubdtype(one.dtype, jnp.floating) for one in (x, *others))
+        and platforms.are_cpus(tuple(platform_names))
+        and all(jnp.issubdtype(one.dtype, jnp.floating) for one in (x, *arrays))
     )
 
 
@@ -92,15 +92,15 @@ def _convolving(kernel_of: Callable[[jax.Array, jax.Array, Windows], jax.Array |
         data_format: str | None = None,
         dilation_rate: PyTree = 1,
     ) -> Any:
-        found = _windows(inputs, kernel, strides, padding, data_format, dilation_rate)
-        result = None if found is None or inputs.shape[-1] != kernel.shape[-2] else kernel_of(*found)
+        operands = _windows(inputs, kernel, strides, padding, data_format, dilation_rate)
+        result = None if operands is None or inputs.shape[-1] != kernel.shape[-2] else kernel_of(*operands)
         return original(inputs, kernel, strides, padding, data_format, dilation_rate) if result is None else result
 
     return convolve
 
 
 def _convolution(x: jax.Array, kernel: jax.Array, windows: Windows) -> jax.Array | None:
-    """Returns a convolution, or None if that of XLA is not slower."""
+    """Returns a convolution, or None if XLA's convolution is not slower."""
     if math.prod(windows.sizes) == 1:
         return convolution.pointwise(x, kernel, windows.strides)
     patches = x.shape[0] * math.prod(windows.counts(x.shape)) * math.prod(kernel.shape[:-1])
@@ -124,12 +124,12 @@ def _transposed(
     data_format: str | None = None,
     dilation_rate: PyTree = 1,
 ) -> Any:
-    found = _windows(inputs, kernel, strides, padding, data_format, dilation_rate)
-    if found is not None and inputs.shape[-1] == kernel.shape[-1]:
-        x, weights, windows = found
+    operands = _windows(inputs, kernel, strides, padding, data_format, dilation_rate)
+    if operands is not None and inputs.shape[-1] == kernel.shape[-1]:
+        x, weights, windows = operands
         if math.prod(x.shape[:-1]) * math.prod(kernel.shape[:-1]) <= _MOST_PRODUCTS:
             pads = compat.transposed_padding(x.shape, kernel.shape, strides, padding, output_padding, dilation_rate)
-            # Keras stores the kernel of the convolution that this one is the transpose of.
+            # Keras stores the kernel of the forward convolution, whose transpose this is.
             backwards = jnp.flip(weights, tuple(range(x.ndim - 2))).swapaxes(-1, -2)
             return convolution.transposed(x, backwards, windows.strides, tuple(map(tuple, pads)))
     return original(inputs, kernel, strides, padding, output_padding, data_format, dilation_rate)

@@ -89,13 +89,13 @@ class StepProgram:
         if not isinstance(outputs, dict):
             return results
         outputs = _flat(outputs)
-        # If a metric has the name of an output, report its accumulated result, unless the step did not update it.
+        # If a metric has the same name as an output, report the metric's result, unless the step did not update it.
         still = {m.name for m in model.metrics if not _is_updated(m)}
-        own = {name: value for name, value in outputs.items() if name not in results or name in still}
-        averaged = self._strategy.reduce("MEAN", own, axis=None) if own else {}
+        custom_outputs = {name: value for name, value in outputs.items() if name not in results or name in still}
+        averaged = self._strategy.reduce("MEAN", custom_outputs, axis=None) if custom_outputs else {}
         # Only arrays are stacked over the steps. Python numbers are constants of the trace.
         last = jax.tree.map(lambda x: x if count is None or not jnp.ndim(x) else x[count - 1], averaged)
-        return {name: last[name] if name in own else results[name] for name in outputs}
+        return {name: last[name] if name in custom_outputs else results[name] for name in outputs}
 
 
 def _is_updated(metric: keras.metrics.Metric) -> bool:

@@ -163,12 +163,12 @@ class WorkersData:
 
     def __init__(self, coordinator: ClusterCoordinator, dataset_fn: Any, num_steps: int, workers: int) -> None:
         # Each worker has one replica and its own batches, so its batch size is not divided by the number of workers.
-        def own() -> PyTree:
+        def make_dataset() -> PyTree:
             return dataset_fn(InputContext(workers, experimental_get_current_worker_index(), 1))
 
-        own.__qualname__ = getattr(dataset_fn, "__qualname__", repr(dataset_fn))
+        make_dataset.__qualname__ = getattr(dataset_fn, "__qualname__", repr(dataset_fn))
         is_made = isinstance(dataset_fn, PerWorkerDataset)
-        self._dataset: PerWorkerDataset = dataset_fn if is_made else coordinator.create_per_worker_dataset(own)
+        self._dataset: PerWorkerDataset = dataset_fn if is_made else coordinator.create_per_worker_dataset(make_dataset)
         self._coordinator, self.num_batches = coordinator, num_steps
         self._iterator: Any = iter(self._dataset)
         self._is_within = False

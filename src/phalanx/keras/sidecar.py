@@ -134,8 +134,8 @@ class SidecarEvaluator:
     def _newest(self) -> tuple[float, str] | None:
         """Returns the modification time and the name of the newest checkpoint, or None if there is none."""
         try:
-            found = [entry for entry in os.scandir(self._dir) if entry.name.endswith(_SUFFIXES)]
-            return max(((entry.stat().st_mtime, entry.name) for entry in found), default=None)
+            entries = [entry for entry in os.scandir(self._dir) if entry.name.endswith(_SUFFIXES)]
+            return max(((entry.stat().st_mtime, entry.name) for entry in entries), default=None)
         except FileNotFoundError:  # The folder does not exist yet, or a file was removed between listing and `stat`.
             return None
 
@@ -158,8 +158,8 @@ class SidecarEvaluator:
 
     def _evaluate(self, name: str, step: int) -> dict[str, float]:
         x, y, sample_weight = compat.unpacked(self._data)
-        given = {"y": y, "sample_weight": sample_weight, "steps": self._steps, "callbacks": self._callbacks}
-        logs = self._model.evaluate(x, **given, verbose=0, return_dict=True)
+        options = {"y": y, "sample_weight": sample_weight, "steps": self._steps, "callbacks": self._callbacks}
+        logs = self._model.evaluate(x, **options, verbose=0, return_dict=True)
         _log.info("SidecarEvaluator: %s, step %d: %s", name, step, logs)
         return {"step": step, **{key: float(value) for key, value in logs.items()}}
 
@@ -192,13 +192,13 @@ def _restore(model: keras.Model, path: Path) -> int:
     """
     stored = CheckpointFile(path)
     if not any(name.startswith("model/") for name in stored.names):
-        found = ", ".join(sorted({name.partition("/")[0] for name in stored.names})) or "nothing"
+        contents = ", ".join(sorted({name.partition("/")[0] for name in stored.names})) or "nothing"
         raise CheckpointError(
             f"the checkpoint {path}",
-            f"it contains no object of the name 'model', but {found}.",
+            f"it contains no object of the name 'model', but {contents}.",
             "phalanx.train.Checkpoint(model=model, ...) in the training program",
         )
-    # Another optimizer has other slots, and evaluation needs none.
+    # A different optimizer has different slots, and evaluation needs none.
     Restoration(Checkpoint(model=model), stored, without=model.optimizer)
     step = _steps_of(stored)
     if model.optimizer is not None:

@@ -27,36 +27,36 @@ from phalanx.typing import PyTree
 
 def train(model: keras.Model, batch: PyTree) -> PyTree:
     """Runs one step of `fit`. Returns the logs of a custom `train_step`, averaged over the replicas, or None."""
-    own = _overridden(model, "train_step")
-    if own is None:
+    step = _overridden(model, "train_step")
+    if step is None:
         return _train(model, batch)
     with context.averaging():
-        return _averaged(own(batch) if _is_stateful(own) else _stateless_train(model, own, batch))
+        return _averaged(step(batch) if _is_stateful(step) else _stateless_train(model, step, batch))
 
 
 def test(model: keras.Model, batch: PyTree) -> PyTree:
     """Runs one step of `evaluate`. Returns the logs of a custom `test_step`, averaged over the replicas, or None."""
     with context.averaging():
-        own = _overridden(model, "test_step")
-        if own is None:
+        step = _overridden(model, "test_step")
+        if step is None:
             return _test(model, batch)
-        if _is_stateful(own):
-            return _averaged(own(batch))
+        if _is_stateful(step):
+            return _averaged(step(batch))
         groups = [model.trainable_variables, model.non_trainable_variables, model.metrics_variables]
-        logs, new = own(_values(groups), batch)
-        _refuse(own, groups[0], new[0])
+        logs, new = step(_values(groups), batch)
+        _refuse(step, groups[0], new[0])
         _assign(groups[1:], new[1:])
         return _averaged(logs)
 
 
 def predict(model: keras.Model, batch: PyTree) -> PyTree:
     """Runs one step of `predict`. Returns the outputs of the model for this replica's rows."""
-    own = _overridden(model, "predict_step")
-    if own is not None and _is_stateful(own):
-        return own(batch)
-    if own is not None:
+    step = _overridden(model, "predict_step")
+    if step is not None and _is_stateful(step):
+        return step(batch)
+    if step is not None:
         groups = [model.trainable_variables, model.non_trainable_variables]
-        outputs, new = own(_values(groups), batch)
+        outputs, new = step(_values(groups), batch)
         _assign(groups[1:], [new])
         return outputs
     return predict_as_keras(model, batch)
@@ -83,16 +83,16 @@ def predict_as_keras(model: keras.Model, batch: PyTree) -> PyTree:
 
 def has_own(model: keras.Model, kind: str) -> bool:
     """Whether a model has a custom step that is stateful."""
-    own = _overridden(model, f"{kind}_step")
-    return own is not None and _is_stateful(own)
+    step = _overridden(model, f"{kind}_step")
+    return step is not None and _is_stateful(step)
 
 
 def is_refused_by_keras(model: keras.Model, kind: str) -> bool:
     """Whether Keras's own trainer cannot run the custom step of a model, because the step takes the data only."""
-    own = _overridden(model, f"{kind}_step")
-    if own is None or _overridden(model, f"make_{kind}_function") is not None:
+    step = _overridden(model, f"{kind}_step")
+    if step is None or _overridden(model, f"make_{kind}_function") is not None:
         return False
-    return not _takes(own, 2) and _takes(own, 1)
+    return not _takes(step, 2) and _takes(step, 1)
 
 
 def _train(model: keras.Model, batch: PyTree) -> PyTree:

@@ -200,9 +200,9 @@ class TensorBoard(ScalarCallback):
     def _write_programs(self, programs: CalledPrograms) -> None:
         programs.stop()
         self._programs, self._awaits_program = None, False
-        if found := programs.as_markdown():
+        if markdown := programs.as_markdown():
             with self._writing(0):
-                summary.text("graph", found)
+                summary.text("graph", markdown)
 
     def _end_profile(self) -> None:
         self._is_profiling = False
@@ -241,19 +241,20 @@ def writing(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[None]:
 
 def _batches(profile_batch: Any) -> tuple[int, int] | None:
     """Returns the first and the last batch to profile, or None."""
-    found = profile_batch
-    if isinstance(found, str):
-        found = [int(part) if part.strip().isdecimal() else part for part in found.split(",")]
-    if not isinstance(found, (list, tuple)):
-        found = [found, found]
-    found = [*found, *found] if len(found) == 1 else found
-    if not all(arguments.is_integer(number, least=0) for number in found) or len(found) != 2 or found[0] > found[1]:
+    bounds = profile_batch
+    # Keras also accepts the text "10,20".
+    if isinstance(bounds, str):
+        bounds = [int(part) if part.strip().isdecimal() else part for part in bounds.split(",")]
+    if not isinstance(bounds, (list, tuple)):
+        bounds = [bounds, bounds]
+    bounds = [*bounds, *bounds] if len(bounds) == 1 else bounds
+    if not all(arguments.is_integer(number, least=0) for number in bounds) or len(bounds) != 2 or bounds[0] > bounds[1]:
         raise InvalidArgumentError(
             f"profile_batch={shown(profile_batch)}",
             "must be the number of a batch, or the first and the last number, or 0.",
             "profile_batch=(10, 20)",
         )
-    first, last = map(int, found)
+    first, last = map(int, bounds)
     return (first, last) if last else None
 
 

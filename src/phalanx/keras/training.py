@@ -60,7 +60,7 @@ class ModelTrainer:
         self._test = self._program(steps.test)
         self._predict = self._program(steps.predict)
         self._hears_batches = False
-        self._given: list[keras.callbacks.Callback] = []
+        self._user_callbacks: list[keras.callbacks.Callback] = []
         self._training: Training | None = None
 
     @property
@@ -123,7 +123,9 @@ class ModelTrainer:
                 if self._has_peers and _any_of(callbacks, keras.callbacks.BackupAndRestore):
                     compat.take_over_state(model, self._topology.from_chief)
                 progress.begin(progress.epoch or compat.first_epoch(model, initial_epoch))
-                run = Run(data, validation, hooks, self._given, progress, _capped(epochs), validation_freq, training)
+                run = Run(
+                    data, validation, hooks, self._user_callbacks, progress, _capped(epochs), validation_freq, training
+                )
                 try:
                     logs = self._epochs(run, interrupts) if training is None else self._elastic_epochs(run, interrupts)
                 finally:
@@ -239,8 +241,8 @@ class ModelTrainer:
                 for first, parts in data.epoch():
                     begin(first)
                     with interrupts.held():
-                        found = [predictions.rows(self._predict(batches, n), self._stacked(n)) for batches, n in parts]
-                    outputs.append(predictions.joined(found))
+                        rows = [predictions.rows(self._predict(batches, n), self._stacked(n)) for batches, n in parts]
+                    outputs.append(predictions.joined(rows))
                     end(first + steps_in(parts) - 1, {"outputs": outputs[-1]})
                     if model.stop_predicting:
                         break
@@ -314,9 +316,9 @@ class ModelTrainer:
         if not self._has_peers or (optimizer := self._model.optimizer) is None:
             return
         if self._strategy.local_updates is not None or compat.accumulation_steps(optimizer):
-            own = [v for v in (*self._model.variables, *optimizer.variables) if policy_of(v).on_demand]
+            variables = [v for v in (*self._model.variables, *optimizer.variables) if policy_of(v).on_demand]
             with self._topology.dispatching(is_step=False):
-                combine_on_demand(own)
+                combine_on_demand(variables)
 
     def _stacked(self, count: int) -> int | None:
         """Returns the number of steps stacked in the outputs of a program; None for a single step."""
@@ -430,16 +432,16 @@ class ModelTrainer:
         With several processes, only the first one writes to the terminal and to files.
         """
         flat = [c for c in keras.tree.flatten(callbacks) if c is not None]
-        # This backup may end the program after a batch, which the other callbacks must have seen.
-        given = sorted(flat, key=lambda c: isinstance(c, BackupAndRestore) and c.saves_before_preemption)
-        self._given = given
-        if _any_of(given, keras.callbacks.TensorBoard) and importlib.util.find_spec("tensorflow") is None:
+        # This backup may end the program after a batch, so the other callbacks must be called first.
+        user_callbacks = sorted(flat, key=lambda c: isinstance(c, BackupAndRestore) and c.saves_before_preemption)
+        self._user_callbacks = user_callbacks
+        if _any_of(user_callbacks, keras.callbacks.TensorBoard) and importlib.util.find_spec("tensorflow") is None:
             raise MissingDependencyError(
                 "keras.callbacks.TensorBoard",
                 "it needs TensorFlow, which is not installed.",
                 "phalanx.keras.TensorBoard(log_dir)",
             )
-        if isinstance(self._strategy.local_updates, DiLoCo) and _any_of(given, keras.callbacks.SwapEMAWeights):
+        if isinstance(self._strategy.local_updates, DiLoCo) and _any_of(user_callbacks, keras.callbacks.SwapEMAWeights):
             raise InvalidArgumentError(
                 "keras.callbacks.SwapEMAWeights under a strategy with DiLoCo",
                 "to put back the weights that were read before an evaluation would undo what the replicas have done on their own.",
@@ -447,16 +449,16 @@ class ModelTrainer:
             )
         # Decide from the full list, before writers are removed on other processes: the result must be equal on all of them,
         # because it decides about a collective call.
-        self._hears_batches = compat.listens(given, "train", "end")
+        self._hears_batches = compat.listens(user_callbacks, "train", "end")
         if not self._topology.is_chief:
-            given, verbose = [c for c in given if not isinstance(c, _WRITERS)], 0
+            user_callbacks, verbose = [c for c in user_callbacks if not isinstance(c, _WRITERS)], 0
         if self._has_peers and verbose == "auto" and not sys.stdout.isatty():
             # A progress bar would fill a log file. 2 prints one line per epoch.
             verbose = 2
         hooks = callbacks
         if not isinstance(hooks, CallbackList):
             hooks = CallbackList(
-                given,
+                user_callbacks,
                 add_history=add_history,
                 add_progbar=verbose != 0,
                 verbose=verbose,

@@ -177,15 +177,15 @@ _KINDS: dict[str, tuple[str, bytes, Callable[[Any, Any], Any]]] = {
 
 
 def scalars_in(pattern: str) -> dict[int, dict[str, float]]:
-    """Returns the scalars of the event files that match a pattern, by step and tag. Ignores a record that is not complete yet."""
-    found: dict[int, dict[str, float]] = {}
+    """Returns the scalars of the event files that match a pattern, by step and tag. Ignores an incomplete last record."""
+    scalars: dict[int, dict[str, float]] = {}
     for path in sorted(glob.glob(pattern)):
         for event in _events_of(Path(path).read_bytes()):
             for value in event.summary.value:
                 if value.metadata.plugin_data.plugin_name == "scalars":
                     (number,) = np.frombuffer(value.tensor.tensor_content, np.float32)
-                    found.setdefault(event.step, {})[value.tag] = float(number)
-    return dict(sorted(found.items()))
+                    scalars.setdefault(event.step, {})[value.tag] = float(number)
+    return dict(sorted(scalars.items()))
 
 
 def _events_of(data: bytes) -> Iterator[Any]:

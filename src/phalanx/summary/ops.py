@@ -411,7 +411,7 @@ def _record(kind: str, tag: str, make: Callable[[], Any], step: Any, notes: Any,
                 "there is no default step either.",
                 f"summary.{kind}({tag!r}, ..., step=step), or summary.experimental.set_step(step)",
             )
-        # Other default steps are read after each run, so that a program need not be compiled for each.
+        # Other default steps are read after each run, so that a new step does not recompile the program.
         step = default if isinstance(default, (keras.Variable, jax.core.Tracer)) else None
     if isinstance(step, keras.Variable):
         step = step.value
@@ -433,8 +433,10 @@ def _record(kind: str, tag: str, make: Callable[[], Any], step: Any, notes: Any,
     else:
         value = make()
     step = None if step is None else jnp.asarray(step)
-    own = writer if defaults.is_own else None
-    scope.record(Record(kind=kind, tag=tag, value=value, step=step, condition=condition, notes=notes, writer=own))
+    local_writer = writer if defaults.is_own else None
+    scope.record(
+        Record(kind=kind, tag=tag, value=value, step=step, condition=condition, notes=notes, writer=local_writer)
+    )
     return is_on
 
 

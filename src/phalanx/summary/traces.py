@@ -208,14 +208,14 @@ def _require_eager(name: str) -> None:
 
 def _text_of(program: Any) -> str:
     as_text = getattr(program, "as_text", None)
-    found = as_text() if callable(as_text) and not isinstance(program, type) else None
-    if not isinstance(found, str):
+    hlo = as_text() if callable(as_text) and not isinstance(program, type) else None
+    if not isinstance(hlo, str):
         raise InvalidArgumentError(
             f"summary.graph({shown(program)})",
             "must be a program that is lowered or compiled, or its text.",
             "phalanx.function(step).lower(batch)",
         )
-    return found
+    return hlo
 
 
 def _fenced(program: str) -> str:

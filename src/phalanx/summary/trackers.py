@@ -183,8 +183,8 @@ class MLflowTracker(Tracker):
         from mlflow import MlflowClient
 
         self._client = MlflowClient(tracking_uri=self._uri)
-        found = self._client.get_experiment_by_name(self._experiment)
-        experiment = found.experiment_id if found else self._client.create_experiment(self._experiment)
+        stored = self._client.get_experiment_by_name(self._experiment)
+        experiment = stored.experiment_id if stored else self._client.create_experiment(self._experiment)
         self._run = self._client.create_run(experiment, run_name=self._run_name).info.run_id
         for key, value in config.items():
             self._client.log_param(self._run, key, value)

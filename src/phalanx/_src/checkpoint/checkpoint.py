@@ -152,8 +152,8 @@ class CheckpointStatus:
         """Returns the restoration, after checking that every object of the program was restored."""
         restoration = self._of_file(method)
         if missing := restoration.missing():
-            found = "does not contain these objects of the program"
-            raise self._refuse(method, found, missing, restoration.unused())
+            problem = "does not contain these objects of the program"
+            raise self._refuse(method, problem, missing, restoration.unused())
         return restoration
 
     def _of_file(self, method: str) -> Restoration:
@@ -167,11 +167,11 @@ class CheckpointStatus:
         self._restoration.resume()
         return self._restoration
 
-    def _refuse(self, method: str, found: str, names: list[str], others: list[str]) -> CheckpointMismatchError:
+    def _refuse(self, method: str, problem: str, names: list[str], unused: list[str]) -> CheckpointMismatchError:
         assert self._restoration is not None
         return CheckpointMismatchError(
             f"{method}() of the checkpoint {self._restoration.stored.file}",
-            f"it {found}: {with_nearest(names, others)}.",
+            f"it {problem}: {with_nearest(names, unused)}.",
             "create the objects as in the program that saved it; or call expect_partial() and no assertion",
         )
 
@@ -452,11 +452,11 @@ class _ExclusiveCall:
 
 
 def _topology() -> Topology:
-    """Returns the devices of the current strategy; outside all scopes, of the strategy with the most processes."""
-    own = get_strategy().topology
+    """Returns the topology of the current strategy, or outside all scopes, of the strategy with the most processes."""
+    current = get_strategy().topology
     if jax.process_count() == 1 or has_strategy():
-        return own
-    return max([own, *(s.topology for s in living_strategies())], key=lambda topology: topology.num_workers)
+        return current
+    return max([current, *(s.topology for s in living_strategies())], key=lambda topology: topology.num_workers)
 
 
 def of_chief(text: str) -> str:
@@ -465,10 +465,10 @@ def of_chief(text: str) -> str:
 
 
 def _together(topology: Topology, call: str, path: str, prepare: Callable[[], T]) -> T:
-    """Calls `prepare` on all workers. The watch names a worker that does not come.
+    """Calls `prepare` on all workers. The watchdog reports a worker that does not make the call.
 
     Returns:
-      What `prepare` returned on this worker.
+      The result of `prepare` on this worker.
 
     Raises:
       CheckpointError: the workers made different calls, or `prepare` failed on one of them.
@@ -480,18 +480,18 @@ def _together(topology: Topology, call: str, path: str, prepare: Callable[[], T]
         result = prepare()
     except PhalanxError as e:
         error = e
-    own = json.dumps([call, path, "" if error is None else str(error)])
-    given = [json.loads(text) for text in exchange_bytes(own.encode(), topology.exchange)]
+    message = json.dumps([call, path, "" if error is None else str(error)])
+    messages = [json.loads(text) for text in exchange_bytes(message.encode(), topology.exchange)]
     if error is not None:
         raise error
-    different = [f"rank {rank}: {asked}" for rank, (asked, _, _) in enumerate(given) if asked != given[0][0]]
+    different = [f"rank {rank}: {called}" for rank, (called, _, _) in enumerate(messages) if called != messages[0][0]]
     if different:
         raise CheckpointError(
             f"{call} in rank {topology.worker_index} of {topology.num_workers} processes",
-            f"the processes made different calls: rank 0: {given[0][0]}; {'; '.join(different)}.",
+            f"the processes made different calls: rank 0: {messages[0][0]}; {'; '.join(different)}.",
             "the same call with the same path in all processes",
         )
-    failed = [f"rank {rank}: {text}" for rank, (_, _, text) in enumerate(given) if text]
+    failed = [f"rank {rank}: {text}" for rank, (_, _, text) in enumerate(messages) if text]
     if failed:
         raise CheckpointError(call, f"failed in other processes. {' '.join(failed)}")
     return result  # type: ignore[return-value]

@@ -24,7 +24,7 @@ _HOUR_S = 3600.0
 
 def numbered(directory: str | os.PathLike[str], name: str | None = None) -> list[tuple[int, Path]]:
     """Returns the numbers and files of the checkpoints in a folder, by number."""
-    found = []
+    checkpoints = []
     try:
         files = list(Path(directory).glob(f"*-*{SUFFIX}"))
     except OSError:  # The name is too long.
@@ -32,8 +32,8 @@ def numbered(directory: str | os.PathLike[str], name: str | None = None) -> list
     for file in files:
         parts = _name_and_number(file)
         if parts is not None and name in (None, parts[0]):
-            found.append((parts[1], file))
-    return sorted(found)
+            checkpoints.append((parts[1], file))
+    return sorted(checkpoints)
 
 
 def _name_and_number(path: Path) -> tuple[str, int] | None:
@@ -72,8 +72,8 @@ def latest_checkpoint(checkpoint_dir: str | os.PathLike[str], latest_filename: s
     """
     path = arguments.path("checkpoint_dir", checkpoint_dir)
     background.wait()
-    found = numbered(path)
-    return path_of(found[-1][1]) if found else None
+    checkpoints = numbered(path)
+    return path_of(checkpoints[-1][1]) if checkpoints else None
 
 
 def checkpoints_iterator(
@@ -129,10 +129,10 @@ def _watch(
                 since = time.monotonic()
             time.sleep(_POLL_S if timeout_s is None else min(_POLL_S, timeout_s))
         last = newest
-        found = time.monotonic()
+        seen_s = time.monotonic()
         assert last is not None
         yield last
-        time.sleep(max(0.0, min_interval_s - (time.monotonic() - found)))
+        time.sleep(max(0.0, min_interval_s - (time.monotonic() - seen_s)))
 
 
 @final
@@ -143,7 +143,7 @@ class CheckpointManager:
       checkpoint: the `Checkpoint` to save and restore.
       directory: the folder, which all processes can read. It is created when needed.
       max_to_keep: number of checkpoints to keep. None for all.
-      keep_checkpoint_every_n_hours: also keep a checkpoint if so much time has passed since the last one that was kept. In hours.
+      keep_checkpoint_every_n_hours: hours between checkpoints that are never deleted, in addition to the last `max_to_keep`.
       checkpoint_name: the beginning of the file names.
       step_counter: variable with the number of steps so far, for `checkpoint_interval`.
       checkpoint_interval: number of steps between two saves. `save` does nothing before so many steps have passed.
@@ -358,14 +358,14 @@ class CheckpointManager:
             occupy(self._directory)
             for unfinished in self._directory.glob(f".{self._name}-*.part"):
                 unfinished.unlink(missing_ok=True)
-            # What is there beyond the last ones was kept on purpose.
+            # Files older than the last ones were preserved on purpose.
             self._kept = {file for _, file in self._old()}
             self._is_first = False
 
     def _old(self) -> list[tuple[float, Path]]:
-        """Returns time and file of all checkpoints but the last `max_to_keep`."""
-        found = numbered(self._directory, self._name)[: -self._max_to_keep] if self._max_to_keep else []
-        return [(file.stat().st_mtime, file) for _, file in found]
+        """Returns the times and files of all checkpoints except the last `max_to_keep`."""
+        checkpoints = numbered(self._directory, self._name)[: -self._max_to_keep] if self._max_to_keep else []
+        return [(file.stat().st_mtime, file) for _, file in checkpoints]
 
     def _delete_old(self) -> None:
         """Deletes old checkpoints. Runs after a save, in the thread that writes."""

@@ -105,13 +105,13 @@ class VariablePart(Part):
     def find(self, path: str, stored: CheckpointFile) -> set[str]:
         if path not in stored.names:
             return set()
-        (shape, dtype), own = stored.spec(path), np.dtype(compat.dtype_of(self.variable))
+        (shape, dtype), variable_dtype = stored.spec(path), np.dtype(compat.dtype_of(self.variable))
         if shape != tuple(self.variable.shape):
             raise ValueError(
                 f"{self.variable.path!r} has the shape {tuple(self.variable.shape)}, and {shape} in the checkpoint"
             )
-        if _kind(dtype) > _kind(own):
-            raise ValueError(f"{self.variable.path!r} has the dtype {own}, and {dtype} in the checkpoint")
+        if _kind(dtype) > _kind(variable_dtype):
+            raise ValueError(f"{self.variable.path!r} has the dtype {variable_dtype}, and {dtype} in the checkpoint")
         return {path, path + REPLICAS} & stored.names
 
     @override
@@ -149,21 +149,21 @@ class ArrayPart(Part):
 
     @override
     def restore(self, path: str, stored: CheckpointFile) -> tuple[bool, Any]:
-        own, value = self.array, text.decode(stored.notes["values"].get(path), stored.array)
+        array, value = self.array, text.decode(stored.notes["values"].get(path), stored.array)
         value = stored.array(path) if value is None else value
-        if isinstance(own, jax.Array):
-            return True, jax.device_put(value, own.sharding) if isinstance(value, jax.Array) else jax.device_put(
-                value.astype(own.dtype), own.sharding
+        if isinstance(array, jax.Array):
+            return True, jax.device_put(value, array.sharding) if isinstance(value, jax.Array) else jax.device_put(
+                value.astype(array.dtype), array.sharding
             )
         if self.changes is not None:
-            own[...] = value
-            return True, own
-        return True, own.dtype.type(value) if isinstance(own, np.generic) else value
+            array[...] = value
+            return True, array
+        return True, array.dtype.type(value) if isinstance(array, np.generic) else value
 
 
 @final
 class PlainPart(Part):
-    """Numbers, text, and containers of these. Lists and dicts are restored in place, whatever their present length."""
+    """Numbers, text, and containers of these. Lists and dicts are restored in place, whatever their current length."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -274,22 +274,22 @@ _Children = tuple[list[str], list[Any], Callable[[list[Any]], Any]]
 
 
 def _children(value: Any, met: set[int]) -> _Children | None:
-    """Returns names and values of the children of a container, and a function that puts other children in their place."""
+    """Returns names and values of the children of a container, and a function that replaces the children."""
     if isinstance(value, (dict, list)):
-        own: Any = copy.copy(value) if id(value) in met else value
+        container: Any = copy.copy(value) if id(value) in met else value
         met.add(id(value))
     if isinstance(value, dict):
 
         def fill_dict(items: list[Any]) -> Any:
-            own.update(zip(list(own), items, strict=True))
-            return own
+            container.update(zip(list(container), items, strict=True))
+            return container
 
         return [quoted(k) for k in value], list(value.values()), fill_dict
     if isinstance(value, list):
 
         def fill_list(items: list[Any]) -> Any:
-            own[:] = items
-            return own
+            container[:] = items
+            return container
 
         return [str(i) for i in range(len(value))], list(value), fill_list
     if isinstance(value, tuple):
@@ -311,15 +311,15 @@ def _children(value: Any, met: set[int]) -> _Children | None:
 
 
 def parts_of(owner: Any) -> Iterator[tuple[str, Any]]:
-    """Yields path and object of the variables of a Keras object, and of the Keras objects that it consists of."""
-    own = compat.own_variables(owner)
+    """Yields the paths and objects of the variables of a Keras object, and of the Keras objects inside it."""
+    variables = compat.own_variables(owner)
     used: dict[str, int] = {}
-    for i, variable in enumerate(own):
+    for i, variable in enumerate(variables):
         # The names of an optimizer's slots contain names that Keras generates.
         name = f"variables/{i}" if isinstance(owner, compat.BaseOptimizer) else quoted(variable.name)
         used[name] = used.get(name, 0) + 1
         yield (name if used[name] == 1 else f"{name}_{used[name] - 1}"), variable
-    ids = set(map(id, own))
+    ids = set(map(id, variables))
     for name, value in compat.parts_of(owner):
         for path, child in flatten_owners(name, value):
             if id(child) not in ids:

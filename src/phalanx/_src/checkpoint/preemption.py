@@ -308,25 +308,25 @@ class PreemptionCheckpointHandler:
         sys.exit(self._exit_code)
 
 
-def _manager_of(given: Checkpoint | CheckpointManager, directory: str | os.PathLike[str] | None) -> CheckpointManager:
+def _manager_of(target: Checkpoint | CheckpointManager, directory: str | os.PathLike[str] | None) -> CheckpointManager:
     """Returns the manager that the handler uses.
 
     Raises:
-      InvalidArgumentError: an argument has the wrong type, or both or none of them name a folder.
+      InvalidArgumentError: an argument has the wrong type, or both arguments or neither name a folder.
     """
     hint = "PreemptionCheckpointHandler(strategy.cluster_resolver, checkpoint, folder)"
-    if isinstance(given, CheckpointManager):
-        if directory is not None and os.fspath(arguments.path("checkpoint_dir", directory)) != given.directory:
+    if isinstance(target, CheckpointManager):
+        if directory is not None and os.fspath(arguments.path("checkpoint_dir", directory)) != target.directory:
             raise InvalidArgumentError(
-                f"checkpoint_dir={shown(directory)} with a CheckpointManager of {given.directory!r}",
+                f"checkpoint_dir={shown(directory)} with a CheckpointManager of {target.directory!r}",
                 "a manager saves into its own folder.",
                 "PreemptionCheckpointHandler(strategy.cluster_resolver, manager)",
             )
-        return given
-    arguments.instance("checkpoint_or_checkpoint_manager", given, Checkpoint, hint)
+        return target
+    arguments.instance("checkpoint_or_checkpoint_manager", target, Checkpoint, hint)
     if directory is None:
         raise InvalidArgumentError("checkpoint_dir=None with a Checkpoint", "there is no folder to save into.", hint)
-    return CheckpointManager(given, arguments.path("checkpoint_dir", directory), max_to_keep=1)
+    return CheckpointManager(target, arguments.path("checkpoint_dir", directory), max_to_keep=1)
 
 
 @final

@@ -98,7 +98,7 @@ def _replacing(flat: Flat, items: list[Any], index: int, replace: Callable[[Any]
 
 
 def capture(objects: Holder, snapshot: Snapshot) -> None:
-    """Copies all objects into a snapshot. An object that several paths lead to is saved once, under the shortest of them.
+    """Copies all objects into a snapshot. An object with several paths is saved once, under its shortest path.
 
     Raises:
       CheckpointError: an object cannot be saved.
@@ -119,8 +119,8 @@ def capture(objects: Holder, snapshot: Snapshot) -> None:
                 paths[value] = path
             if is_owner:
                 waiting.append((value, path))
-                if owner is objects and isinstance(value, keras.Model) and (found := _architecture(value)):
-                    snapshot.models[path] = found
+                if owner is objects and isinstance(value, keras.Model) and (architecture := _architecture(value)):
+                    snapshot.models[path] = architecture
                 continue
             part = part_of(value)
             if part is None:
@@ -178,8 +178,8 @@ class Restoration:
             _OPEN.append(self)
 
     def _resume(self, start: list[tuple[Any, str]]) -> None:
-        """Restores what was not restored yet, below the objects of `start`."""
-        found, problems = [], []
+        """Restores the values below the objects of `start` that were not restored yet."""
+        matches, problems = [], []
         for path, child in self._values(start):
             part = None if path in self._used else part_of(child.value)
             if part is None:
@@ -190,25 +190,25 @@ class Restoration:
                 problems.append(f"{path}: {e}")
                 continue
             if names:
-                found.append((part, path, names, child.replace))
-        problems += self._one_for_several([(part, path) for part, path, *_ in found])
+                matches.append((part, path, names, child.replace))
+        problems += self._one_for_several([(part, path) for part, path, *_ in matches])
         if problems:
             raise self._refuse(problems)
-        for part, path, names, replace in found:
+        for part, path, names, replace in matches:
             self._restore(part, path, names, replace)
 
-    def _one_for_several(self, found: list[tuple[Part, str]]) -> list[str]:
-        """Returns a problem for each object of the program that stands for several objects with different values."""
+    def _one_for_several(self, matches: list[tuple[Part, str]]) -> list[str]:
+        """Returns a problem for each object of the program that has several paths with different values in the checkpoint."""
         first: dict[int, str] = {}
         problems = []
-        for part, path in found:
+        for part, path in matches:
             other = path if part.changes is None else first.setdefault(id(part.changes), path)
             if other != path and self._contents_of(other) != self._contents_of(path):
                 problems.append(f"{other} and {path} are one object, and have different values in the checkpoint")
         return problems
 
     def _contents_of(self, path: str) -> tuple[str, list[bytes]]:
-        """Returns all that a checkpoint contains of one value, for a comparison."""
+        """Returns everything that a checkpoint contains for one value, for comparison."""
         names = [n for n in self.stored.names if n == path or n.startswith((path + REPLICAS, f"{path}#"))]
         value = json.dumps(self.stored.notes["values"].get(path))
         return value.replace(json.dumps(path)[1:-1] + "#", "#"), [self.stored.array(n).tobytes() for n in sorted(names)]
@@ -249,13 +249,13 @@ class Restoration:
             _OPEN.remove(self)
 
     def unused(self) -> list[str]:
-        """Returns what the checkpoint contains and no object has received."""
+        """Returns the values of the checkpoint that no object has received."""
         return sorted(self._contents - {name.removesuffix(REPLICAS) for name in self._used})
 
     def missing(self) -> list[str]:
-        """Returns the paths of values that exist in this program and were not restored."""
-        found = self._values([(self._objects(), "")], everywhere=True)
-        return [path for path, _ in found if path not in self._used]
+        """Returns the paths of values in this program that were not restored."""
+        values = self._values([(self._objects(), "")], everywhere=True)
+        return [path for path, _ in values if path not in self._used]
 
     def _values(self, start: list[tuple[Any, str]], *, everywhere: bool = False) -> Iterator[tuple[str, _Child]]:
         """Yields the values below some objects, with their paths in the checkpoint, and notes the places of the objects.
@@ -299,11 +299,11 @@ def _listed(names: list[str], most: int = 5) -> str:
     return "; ".join(names[:most]) + (f"; and {len(names) - most} more" if len(names) > most else "")
 
 
-def with_nearest(names: list[str], others: list[str]) -> str:
-    """Returns names for a message, each with the most similar of `others`."""
+def with_nearest(names: list[str], candidates: list[str]) -> str:
+    """Returns names for a message, each with the most similar of `candidates`."""
     shown = []
     for name in names[:5]:
-        near = difflib.get_close_matches(name, others, n=1)
+        near = difflib.get_close_matches(name, candidates, n=1)
         shown.append(f"{name} (nearest: {near[0]})" if near else name)
     return ", ".join(shown) + (f", and {len(names) - 5} more" if len(names) > 5 else "")
 

@@ -212,8 +212,8 @@ class CheckpointFile:
     def spec(self, name: str) -> tuple[tuple[int, ...], np.dtype]:
         """Returns the shape and the dtype of an array without reading it."""
         part = self._open.get_slice(name)
-        shape, own = tuple(part.get_shape()), self._dtypes.get(name)
-        return (shape, np.dtype(_DTYPES[part.get_dtype()])) if own is None else (shape[:-1], np.dtype(own))
+        shape, dtype = tuple(part.get_shape()), self._dtypes.get(name)
+        return (shape, np.dtype(_DTYPES[part.get_dtype()])) if dtype is None else (shape[:-1], np.dtype(dtype))
 
     def array(self, name: str) -> np.ndarray:
         """Reads an array.
@@ -228,8 +228,8 @@ class CheckpointFile:
                 f"the file is damaged: {name} is not what was saved.",
                 f"{_newest_other(self.file)}; and check the disk",
             )
-        own = self._dtypes.get(name)
-        return array if own is None else np.frombuffer(array.tobytes(), own).reshape(array.shape[:-1])
+        dtype = self._dtypes.get(name)
+        return array if dtype is None else np.frombuffer(array.tobytes(), dtype).reshape(array.shape[:-1])
 
     def items(self) -> Iterator[tuple[str, np.ndarray]]:
         """Reads all arrays, one after the other."""
@@ -244,12 +244,14 @@ def export_arrays(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
     """
     library = _safetensors()
     plain = set(_CODES) if file.suffix == SUFFIX else set(_CODES) - {"bfloat16"}
-    own = {n: a if a.dtype.name in plain or a.dtype.kind != "V" else a.astype(np.float32) for n, a in arrays.items()}
+    converted = {
+        n: a if a.dtype.name in plain or a.dtype.kind != "V" else a.astype(np.float32) for n, a in arrays.items()
+    }
     try:
         if file.suffix == SUFFIX:
-            library.numpy.save_file(own, file)
+            library.numpy.save_file(converted, file)
         else:
-            np.savez(file, **own)  # type: ignore[arg-type]
+            np.savez(file, **converted)  # type: ignore[arg-type]
     except (OSError, library.SafetensorError) as e:
         raise _refuse_write(file, e) from e
 
@@ -268,25 +270,27 @@ def _is_file(file: Path) -> bool:
 
 
 def _nearest(file: Path) -> str:
-    """Returns what to restore instead of a file that is not there."""
+    """Returns a hint about what to restore instead of a missing file."""
     path = path_of(file)
     if next(_checkpoints(Path(path)), None) is not None:
         return f"it is a folder: phalanx.train.latest_checkpoint({path!r})"
-    others = sorted(_checkpoints(file.parent))
-    if not others:
+    checkpoints = sorted(_checkpoints(file.parent))
+    if not checkpoints:
         return f"the path that save returned; {_short(file.parent)} contains no checkpoint"
-    return f"one of {', '.join(path for _, path in others[-3:])}"
+    return f"one of {', '.join(path for _, path in checkpoints[-3:])}"
 
 
 def _newest_other(file: Path) -> str:
-    """Returns what to restore instead of a file that cannot be read: the newest other one."""
-    _, newest = max((found for found in _checkpoints(file.parent) if found[1] != path_of(file)), default=(0.0, None))
+    """Returns a hint to restore the newest other checkpoint instead of an unreadable file."""
+    _, newest = max(
+        (checkpoint for checkpoint in _checkpoints(file.parent) if checkpoint[1] != path_of(file)), default=(0.0, None)
+    )
     if newest is None:
         return "delete it, to begin again; the folder contains no other checkpoint"
     return f"checkpoint.restore({newest!r}), or delete the damaged file, so that this one is the latest"
 
 
 def _checkpoints(folder: Path) -> Iterator[tuple[float, str]]:
-    """Yields time and path of the files of the format in a folder."""
+    """Yields the times and paths of the checkpoints in a folder."""
     with contextlib.suppress(OSError):
         yield from ((f.stat().st_mtime, path_of(f)) for f in folder.glob(f"*{SUFFIX}"))

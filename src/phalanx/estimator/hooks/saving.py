@@ -66,12 +66,12 @@ def checked_listeners(listeners: Any) -> tuple[CheckpointSaverListener, ...]:
     Raises:
       InvalidArgumentError: one of them is not a `CheckpointSaverListener`.
     """
-    found = listed(listeners)
-    for listener in found:
+    items = listed(listeners)
+    for listener in items:
         arguments.instance(
             "a saving listener", listener, CheckpointSaverListener, "class Told(estimator.CheckpointSaverListener)"
         )
-    return found
+    return items
 
 
 @final
@@ -156,7 +156,7 @@ class CheckpointSaverHook(SessionRunHook):
             self._saver.sync()
 
     def _save(self, session: Any) -> bool:
-        """Saves. Returns whether a listener ends the training."""
+        """Saves a checkpoint. Returns whether a listener requests the end of the training run."""
         session.settle()
         step = session.step
         self._timer.update_last_triggered_step(step)
@@ -164,8 +164,8 @@ class CheckpointSaverHook(SessionRunHook):
             listener.before_save(session, step)
         assert self._saver is not None
         self._saver.save(step)
-        asked = [listener.after_save(session, step) for listener in self._listeners]
-        return any(asked)
+        stop_requests = [listener.after_save(session, step) for listener in self._listeners]
+        return any(stop_requests)
 
 
 @contextmanager

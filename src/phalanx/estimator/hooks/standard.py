@@ -17,18 +17,18 @@ def train_hooks(
     graph: Graph,
     writer: SummaryWriter | None,
     listeners: Sequence[CheckpointSaverListener],
-    given: Sequence[SessionRunHook],
+    user_hooks: Sequence[SessionRunHook],
 ) -> list[SessionRunHook]:
-    """Returns all hooks of a training: those of every training, of the user and of the model function.
+    """Returns all hooks of a training run: the standard hooks, the user's hooks and the model function's hooks.
 
-    As in TensorFlow, the Estimator saves a step before another hook sees it, so that an error of a hook loses no step.
+    As in TensorFlow, the Estimator saves a step before any other hook runs, so that an error in a hook loses no step.
 
     Args:
       config: options of the Estimator.
-      graph: the graph of the training.
-      writer: writes summaries. None for none.
+      graph: the graph of the training run.
+      writer: writes summaries. None for no summaries.
       listeners: code that runs around each checkpoint.
-      given: the hooks of the user.
+      user_hooks: the hooks that the user passes.
     """
     spec, folder = graph.spec, str(config.model_dir)
     hooks: list[SessionRunHook] = [NanTensorHook("loss")]
@@ -40,8 +40,8 @@ def train_hooks(
         hooks.extend(spec.training_chief_hooks or ())
     if config.save_summary_steps:
         hooks.append(SummarySaverHook(config.save_summary_steps, summary_writer=writer, summary_op={"loss": "loss"}))
-    hooks = [*given, *hooks]
-    # A hook of the user that saves replaces that of the Estimator.
+    hooks = [*user_hooks, *hooks]
+    # A user's hook that saves checkpoints replaces the hook of the Estimator.
     if any(isinstance(hook, CheckpointSaverHook) for hook in hooks):
         return hooks
     saver = Saver(graph, folder, config.keep_checkpoint_max, config.keep_checkpoint_every_n_hours)

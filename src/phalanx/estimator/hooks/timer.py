@@ -80,12 +80,12 @@ def agreed(decision: bool, step: int) -> bool:
 
 
 def agreed_by_chief(decide: Callable[[], bool]) -> bool:
-    """Returns what a function returns on the chief. With several processes, all must call it at the same step."""
+    """Returns the result of a function on the chief. With several processes, all must call it at the same step."""
     topology = require_graph("a hook").strategy.topology
     if _num_workers() == 1:
         return bool(decide())
-    own = b"1" if topology.worker_index == 0 and decide() else b"0"
-    return exchange_bytes(own, topology.exchange)[0] == b"1"
+    decision = b"1" if topology.worker_index == 0 and decide() else b"0"
+    return exchange_bytes(decision, topology.exchange)[0] == b"1"
 
 
 def _num_workers() -> int:

@@ -72,11 +72,11 @@ def test_a_push_is_sent_without_its_arrays():
     """What is left for Ray is small; a small push is left whole."""
     here, there = SharedMemoryConnection(_ME), SharedMemoryConnection(_ME)
     gradients = [np.full((784, 512), 3.0, "float32"), np.ones(10, "float32")]
-    sent = here.pack(Push(_ME, 4, pulled=2, updates={0: gradients}, others={1: None}))
+    sent = here.pack(Push(_ME, 4, pulled=2, updates={0: gradients}, peer_pushes={1: None}))
     assert isinstance(sent, Packed)
     assert len(pickle.dumps(sent)) < 2000
     push = there.unpack(sent)
-    assert (push.name, push.pulled, push.others) == ((_ME, 4), 2, {1: None})
+    assert (push.name, push.pulled, push.peer_pushes) == ((_ME, 4), 2, {1: None})
     np.testing.assert_array_equal(push.updates[0][0], gradients[0])
     small = Push(_ME, 5, pulled=2)
     assert there.unpack(here.pack(small)) is small

@@ -198,15 +198,15 @@ class Calls:
         self._ray = ray
         self._noted: dict[str, float] = {}
 
-    def answers(self, replies: Sequence[Reply[R]], others: Collection[Peer[Any]] = ()) -> list[R]:
+    def answers(self, replies: Sequence[Reply[R]], dependencies: Collection[Peer[Any]] = ()) -> list[R]:
         """Waits for all calls and returns their results.
 
         Args:
           replies: the pending calls.
-          others: further processes that the results may depend on.
+          dependencies: other processes that the results may depend on.
 
         Raises:
-          Lost: a called process is lost, or one of `others` is silent.
+          Lost: a called process is lost, or one of `dependencies` is silent.
           Exception: a called method raised it.
         """
         references = [reply.reference for reply in replies]
@@ -222,11 +222,11 @@ class Calls:
             waiting = self._unanswered(replies)
             for reply in waiting:
                 reply.peer.look(began)
-            for peer in {id(p): p for p in others if all(p is not r.peer for r in waiting)}.values():
+            for peer in {id(p): p for p in dependencies if all(p is not r.peer for r in waiting)}.values():
                 try:
                     peer.look(began)
                 except (Gone, Stalled):
-                    # Not fatal for this wait: if the result depends on that process, the called process reports the failure.
+                    # This does not end the wait. If the result depends on the process, the called process reports the failure.
                     continue
             if time.monotonic() - began > note_s:
                 self._note(waiting, note_s)
@@ -238,7 +238,7 @@ class Calls:
         return [reply for reply in replies if reply.reference in left]
 
     def _error(self, replies: Sequence[Reply[Any]], error: Exception) -> BaseException:
-        """Returns the error to raise: that of a dead process if there is one, else that of a method that raised."""
+        """Returns the error to raise: the error of a dead process if there is one, or else of a method that raised."""
         peer = replies[0].peer
         for reply in replies:
             if self._ray.wait([reply.reference], timeout=0)[0]:
@@ -280,5 +280,5 @@ def _why(error: object) -> str:
         return "Ray killed it because its machine was running out of memory"
     # Ray's message is a paragraph, in which the line with the exit code or signal is the useful one.
     lines = [line.strip() for line in str(error).splitlines()]
-    told = [line for line in lines if "exit" in line.lower()]
-    return (told or lines or ["for unknown reasons"])[-1].rstrip(".")
+    exit_lines = [line for line in lines if "exit" in line.lower()]
+    return (exit_lines or lines or ["for unknown reasons"])[-1].rstrip(".")

@@ -88,10 +88,10 @@ def load_ray() -> Ray:
     except ImportError as e:
         raise _missing("is not installed.") from e
     if not hasattr(ray, "__version__"):
-        # Python takes any folder named `ray` on its path for a namespace package.
-        found = next(iter(getattr(ray, "__path__", ())), ray.__name__)
+        # Python imports any folder named `ray` on its path as a namespace package.
+        path = next(iter(getattr(ray, "__path__", ())), ray.__name__)
         del sys.modules["ray"]
-        raise _missing(f"is not installed: `import ray` finds {found}.")
+        raise _missing(f"is not installed: `import ray` finds {path}.")
     if "RAY_AUTH_MODE" not in os.environ and not ray.is_initialized():
         raise StartupError(
             "parameter servers after `import ray`",
@@ -102,10 +102,10 @@ def load_ray() -> Ray:
     return module
 
 
-def _missing(found: str) -> MissingDependencyError:
+def _missing(problem: str) -> MissingDependencyError:
     return MissingDependencyError(
         "parameter servers",
-        f"their processes are Ray actors, and Ray {found}",
+        f"their processes are Ray actors, and Ray {problem}",
         'pip install ".[ps]" in a clone of Phalanx',
     )
 

@@ -196,7 +196,7 @@ class StepCall:
 class Push:
     """The changes of one step for one server.
 
-    The push to the first server also carries the parts of all other servers, so that one server decides about the whole step.
+    The push to the first server also carries the pushes for all other servers, so that one server decides about the whole step.
 
     Args:
       pusher: the worker.
@@ -205,8 +205,8 @@ class Push:
       updates: gradients by the name of the update.
       added: increments by key.
       set: new values by key.
-      others: on the first server: the part of each other server. None for a server that already holds its part.
-      asked: on the first server: the values that the next step needs, per server. None if there is no next step yet.
+      peer_pushes: on the first server, the push for each other server. None for a server that already holds its push.
+      requests: on the first server, the values that the next step needs, per server. None if there is no next step yet.
     """
 
     pusher: Pusher
@@ -215,8 +215,8 @@ class Push:
     updates: dict[int, list[np.ndarray | Rows]] = field(default_factory=dict)
     added: dict[int, np.ndarray] = field(default_factory=dict)
     set: dict[int, np.ndarray] = field(default_factory=dict)
-    others: dict[int, Any] = field(default_factory=dict)
-    asked: dict[int, Sequence[Any]] | None = None
+    peer_pushes: dict[int, Any] = field(default_factory=dict)
+    requests: dict[int, Sequence[Any]] | None = None
 
     @property
     def name(self) -> tuple[Pusher, int]:

@@ -115,12 +115,12 @@ class ParameterServer:
             self._values[key] = jax.jit(jax.export.deserialize(bytearray(program)).call)()
             self._labels.update(labels)
 
-    def get(self, asked: Sequence[int | tuple[int, np.ndarray]]) -> list[np.ndarray]:
-        """Returns values: whole for a key, or some rows for a pair of a key and the row indices."""
+    def get(self, requests: Sequence[int | tuple[int, np.ndarray]]) -> list[np.ndarray]:
+        """Returns values: the full array for a key, or some rows for a pair of a key and row indices."""
         with self._change:
             return [
                 np.asarray(self._values[x[0]])[x[1]] if isinstance(x, tuple) else np.asarray(self._values[x])
-                for x in asked
+                for x in requests
             ]
 
     def drop(self, keys: Iterable[int]) -> None:
@@ -131,7 +131,7 @@ class ParameterServer:
                 self._labels.pop(key, None)
 
     def inventory(self) -> Inventory | None:
-        """Returns what this server holds; None if it has not met the other servers, because its start was cut off."""
+        """Returns the inventory of this server, or None if its start was interrupted before it met the other servers."""
         with self._change:
             return Inventory(dict(self._lives), dict(self._labels)) if self._peers else None
 
@@ -183,11 +183,11 @@ class ParameterServer:
             self._held = {name: p for name, p in self._held.items() if p.pusher != pusher}
         return [self._turns[i] for i in range(len(self._peers))]
 
-    def pull(self, asked: Sequence[Any], pusher: Pusher) -> PyTree:
-        """Returns the current version, and values as `get` does. Registers that the worker computes a step with them."""
+    def pull(self, requests: Sequence[Any], pusher: Pusher) -> PyTree:
+        """Returns the current version, and values as `get` does. Registers that the worker uses them for a step."""
         with self._change:
             self._require(pusher)
-            return self._answer(pusher, asked)
+            return self._answer(pusher, requests)
 
     def hold(self, push: Push) -> None:
         """Stores this server's part of a push until the first server decides about it."""
@@ -218,8 +218,8 @@ class ParameterServer:
             self._wait(lambda: self._done.get(pusher, -1) >= push.number or self._num_restarts > restarts, pusher)
             if self._done.get(pusher, -1) < push.number:
                 raise LostServerError("A server was lost while a push waited for its turn.")
-            if push.asked is not None:
-                answers[self._index] = self._answer(pusher, push.asked[self._index])
+            if push.requests is not None:
+                answers[self._index] = self._answer(pusher, push.requests[self._index])
             commits = self._commits.pop(pusher)
         try:
             answers |= zip(commits, self._ray.get(list(commits.values())), strict=True)
@@ -227,13 +227,13 @@ class ParameterServer:
             raise LostServerError(str(e)) from None
         return {s: x for s, x in answers.items() if x is not None}
 
-    def commit(self, decision: Decision, pusher: Pusher, asked: Sequence[Any] | None) -> PyTree:
+    def commit(self, decision: Decision, pusher: Pusher, requests: Sequence[Any] | None) -> PyTree:
         """Applies a decision of the first server, after this server's previous turn.
 
         Args:
-          decision: the turn and the pushes of it.
+          decision: the turn and its pushes.
           pusher: the worker to answer.
-          asked: values that the worker needs for its next step. None if it has no next step.
+          requests: values that the worker needs for its next step. None if it has no next step.
 
         Returns:
           The answer for the worker, as from `pull`, or None.
@@ -249,7 +249,7 @@ class ParameterServer:
                     for name, sent in decision.parts[self._index]
                 ]
                 self._apply(decision.turn, pushes)
-            return None if asked is None else self._answer(pusher, asked)
+            return None if requests is None else self._answer(pusher, requests)
 
     def state(self) -> tuple[dict[int, np.ndarray], dict[int, Label]]:
         """Returns all values and labels, as `put` takes them."""
@@ -294,8 +294,8 @@ class ParameterServer:
             push: Push = self._lines[sent.pusher].unpack(sent)
         return push
 
-    def _answer(self, pusher: Pusher, asked: Sequence[Any]) -> PyTree:
-        reply = (self._clock.pull(pusher) if self._index == 0 else 0, self.get(asked))
+    def _answer(self, pusher: Pusher, requests: Sequence[Any]) -> PyTree:
+        reply = (self._clock.pull(pusher) if self._index == 0 else 0, self.get(requests))
         return self._lines[pusher].pack(reply) if pusher in self._lines else reply
 
     @contextmanager
@@ -304,9 +304,9 @@ class ParameterServer:
         with self._change:
             yield
             while pushes := self._clock.ready():
-                others = {s for push in pushes for s in push.others}
-                follows = {s: self._turns[s] for s in (self._index, *others)}
-                parts = {s: [(p.name, p.others[s]) for p in pushes if s in p.others] for s in others}
+                peers = {s for push in pushes for s in push.peer_pushes}
+                follows = {s: self._turns[s] for s in (self._index, *peers)}
+                parts = {s: [(p.name, p.peer_pushes[s]) for p in pushes if s in p.peer_pushes] for s in peers}
                 decision = Decision(self._applied + 1, follows, parts)
                 self._turns.update(dict.fromkeys(follows, decision.turn))
                 self._commits.update((push.pusher, self._committing(push, decision)) for push in pushes)
@@ -314,8 +314,8 @@ class ParameterServer:
 
     def _committing(self, push: Push, decision: Decision) -> dict[int, Any]:
         """Sends a decision to the other servers without waiting. Returns the pending answers, by server."""
-        asked = push.asked or {}
-        return {s: self._peers[s].commit.remote(decision, push.pusher, asked.get(s)) for s in push.others}
+        requests = push.requests or {}
+        return {s: self._peers[s].commit.remote(decision, push.pusher, requests.get(s)) for s in push.peer_pushes}
 
     def _apply(self, turn: int, pushes: Sequence[Push]) -> None:
         """Applies some pushes as one update: increments and assignments in order, and optimizers with the mean gradient."""
@@ -326,9 +326,9 @@ class ParameterServer:
             self._values.update({key: jnp.array(x) for key, x in push.set.items()})
             for name, of_update in push.updates.items():
                 gradients.setdefault(name, []).append(of_update)
-        for name, given in gradients.items():
+        for name, terms in gradients.items():
             program, run = self._updates[name]
-            mean = given[0] if len(given) == 1 else [sum(each) / len(given) for each in zip(*given, strict=True)]
+            mean = terms[0] if len(terms) == 1 else [sum(each) / len(terms) for each in zip(*terms, strict=True)]
             values = [self._values.pop(key) for key in program.keys]
             self._values.update(zip(program.keys, run(values, mean), strict=True))
         # The gradients may be in shared memory, which a worker overwrites as soon as its push has returned.
@@ -365,13 +365,15 @@ def _in_place(program: UpdateProgram) -> Callable[[list[jax.Array], list[Any]], 
     written = set(program.set)
     numbers = range(len(program.keys))
 
-    def update(old: dict[int, jax.Array], kept: dict[int, jax.Array], gradients: list[Any], ids: Any) -> dict[int, Any]:
-        values, of = old | kept, program.rows_of
-        # Padding ids point behind the last row: such rows read as zero and are not written.
-        given = [
+    def update(
+        old: dict[int, jax.Array], unchanged: dict[int, jax.Array], gradients: list[Any], ids: Any
+    ) -> dict[int, Any]:
+        values, of = old | unchanged, program.rows_of
+        # Padding ids point past the last row. These rows are read as zero and are not written.
+        inputs = [
             values[i] if of[i] is None else values[i].at[ids[of[i]]].get(mode="fill", fill_value=0) for i in numbers
         ]
-        _, _, new, _ = exported.call(given, gradients)
+        _, _, new, _ = exported.call(inputs, gradients)
         return {
             i: x if of[i] is None else values[i].at[ids[of[i]]].set(x, mode="drop")
             for i, x in zip(program.set, new, strict=True)
@@ -382,12 +384,12 @@ def _in_place(program: UpdateProgram) -> Callable[[list[jax.Array], list[Any]], 
     tables = {of: i for i, of in enumerate(program.rows_of) if of is not None}
 
     def in_place(values: list[jax.Array], gradients: list[Any]) -> list[jax.Array]:
-        kept = {i: x for i, x in enumerate(values) if i not in written}
+        unchanged = {i: x for i, x in enumerate(values) if i not in written}
         filled = {g: _filled(gradients[g], len(values[i]), specs[g].shape[0]) for g, i in tables.items()}
         ids = {g: rows.ids for g, rows in filled.items()}
         dense = [filled[g].values if g in filled else x for g, x in enumerate(gradients)]
-        new = compiled({i: values[i] for i in program.set}, kept, dense, ids)
-        return [x for _, x in sorted({**kept, **new}.items())]
+        new = compiled({i: values[i] for i in program.set}, unchanged, dense, ids)
+        return [x for _, x in sorted({**unchanged, **new}.items())]
 
     return in_place
 

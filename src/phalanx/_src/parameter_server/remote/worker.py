@@ -174,15 +174,15 @@ class Worker:
         """Sets up shared memory with each server on this machine."""
         if not self._lines:
             lines = [SharedMemoryConnection(self._me) for _ in self._servers]
-            asked = [s.near.remote(self._me, x.greeting()) for s, x in zip(self._servers, lines, strict=True)]
-            self._lines = [x if is_near else None for x, is_near in zip(lines, self._ray.get(asked), strict=True)]
+            replies = [s.near.remote(self._me, x.greeting()) for s, x in zip(self._servers, lines, strict=True)]
+            self._lines = [x if is_near else None for x, is_near in zip(lines, self._ray.get(replies), strict=True)]
 
     def _pull(self, ready: "_Ready") -> dict[ServerPart, np.ndarray]:
-        return {} if ready.program.is_pure else self._taken(ready, self._pulled(ready.asked))
+        return {} if ready.program.is_pure else self._taken(ready, self._pulled(ready.requests))
 
-    def _pulled(self, asked: Mapping[int, Mapping[ServerPart, Any]]) -> dict[int, Any]:
-        replies = [self._servers[s].pull.remote(list(of.values()), self._me) for s, of in asked.items()]
-        return dict(zip(asked, self._ray.get(replies) if replies else (), strict=True))
+    def _pulled(self, requests: Mapping[int, Mapping[ServerPart, Any]]) -> dict[int, Any]:
+        replies = [self._servers[s].pull.remote(list(of.values()), self._me) for s, of in requests.items()]
+        return dict(zip(requests, self._ray.get(replies) if replies else (), strict=True))
 
     def _exchange(self, pushes: dict[int, Push], following: "_Ready | None") -> dict[ServerPart, np.ndarray] | None:
         """Pushes the changes of a step, and pulls the values for the next one.
@@ -195,21 +195,21 @@ class Worker:
           The values for the next step, or None.
         """
         # Servers on other machines get their part first, so that the first server can decide about the whole push.
-        asked = {} if following is None else following.asked
+        requests = {} if following is None else following.requests
         lines = {s: self._lines[s] for s in pushes}
         if far := [s for s, line in lines.items() if s and line is None]:
             self._ray.get([self._servers[s].hold.remote(pushes[s]) for s in far])
-        others = {s: line and line.pack(pushes[s]) for s, line in lines.items() if s}
+        peer_pushes = {s: line and line.pack(pushes[s]) for s, line in lines.items() if s}
         # Pull from servers on other machines directly. Through the first server, the values would cross the network twice.
         near: dict[int, Sequence[Any]] = {
-            s: list(of.values()) for s, of in asked.items() if s == 0 or others.get(s) is not None
+            s: list(of.values()) for s, of in requests.items() if s == 0 or peer_pushes.get(s) is not None
         }
-        push = replace(pushes[0], others=others, asked=near or None)
+        push = replace(pushes[0], peer_pushes=peer_pushes, requests=near or None)
         sent = push if lines[0] is None else lines[0].pack(push)
         replies = self._ray.get(self._servers[0].exchange.remote(sent))
         if following is None:
             return None
-        return self._taken(following, replies | self._pulled({s: of for s, of in asked.items() if s not in near}))
+        return self._taken(following, replies | self._pulled({s: of for s, of in requests.items() if s not in near}))
 
     def _taken(self, ready: "_Ready", replies: Mapping[int, Any]) -> dict[ServerPart, np.ndarray]:
         values: dict[ServerPart, np.ndarray] = {}
@@ -218,7 +218,7 @@ class Worker:
             version, arrays = reply if line is None else line.unpack(reply)
             if server == 0:
                 self._version = version
-            values.update(zip(ready.asked.get(server, ()), arrays, strict=True))
+            values.update(zip(ready.requests.get(server, ()), arrays, strict=True))
         return values
 
 
@@ -240,7 +240,7 @@ class _Ready:
       inputs: leaves of its arguments and batches.
 
     Attributes:
-      asked: by server and part, what to request: a key, or a key and row indices.
+      requests: by server and part, a key, or a pair of a key and row indices.
     """
 
     def __init__(self, program: _Program, inputs: list[Any]) -> None:
@@ -249,21 +249,24 @@ class _Ready:
         lookups = program.plan.lookups
         self._rows: dict[int, np.ndarray] = {}
         self._positions: list[Any] = [None] * len(ids)
+        # Request each row of a table once, even if several lookups need it.
         for table in dict.fromkeys(lookups):
-            mine = [i for i, t in enumerate(lookups) if t == table]
-            self._rows[table], places = np.unique(np.concatenate([ids[i].ravel() for i in mine]), return_inverse=True)
-            ends = np.cumsum([ids[i].size for i in mine])
-            for i, own in zip(mine, np.split(places, ends[:-1]), strict=True):
-                self._positions[i] = own.reshape(ids[i].shape).astype(np.int32)
-        # Always ask the first server, even for nothing: it returns the version, and its clock registers the step.
-        self.asked: dict[int, dict[ServerPart, Any]] = {0: {}}
+            indices = [i for i, t in enumerate(lookups) if t == table]
+            self._rows[table], places = np.unique(
+                np.concatenate([ids[i].ravel() for i in indices]), return_inverse=True
+            )
+            ends = np.cumsum([ids[i].size for i in indices])
+            for i, inverse in zip(indices, np.split(places, ends[:-1]), strict=True):
+                self._positions[i] = inverse.reshape(ids[i].shape).astype(np.int32)
+        # Always send a request, even an empty one, to the first server. It returns the version and registers the step.
+        self.requests: dict[int, dict[ServerPart, Any]] = {0: {}}
         for i, placement in enumerate(program.plan.values):
             if i in self._rows:
                 _, name = program.plan.tables[i]
                 require_rows(self._rows[i], placement or (), name)
             for part in placement or ():
-                asked = (part.key, self._local(i, part)) if i in self._rows else part.key
-                self.asked.setdefault(part.server, {})[part] = asked
+                request = (part.key, self._local(i, part)) if i in self._rows else part.key
+                self.requests.setdefault(part.server, {})[part] = request
 
     def compute(
         self, values: dict[ServerPart, np.ndarray], seeds: Sequence[np.ndarray], nothing: Push
@@ -279,11 +282,11 @@ class _Ready:
           The results, and one push per server: a copy of `nothing` with that server's changes.
         """
         plan, states = self.program.plan, iter(seeds)
-        given = [
+        variable_values = [
             next(states) if placement is None else self._value(i, placement, values)
             for i, placement in enumerate(plan.values)
         ]
-        results, added, new, gradients = self.program.run([*given, *self._positions], self._inputs)
+        results, added, new, gradients = self.program.run([*variable_values, *self._positions], self._inputs)
         pushes: dict[int, Push] = {}
 
         def to(server: int) -> Push:
@@ -300,8 +303,8 @@ class _Ready:
             for (placement, table), array in zip(of_update, of_program, strict=True):
                 whole = np.asarray(array)
                 for part in placement:
-                    own = part.of(whole) if table is None else self._own_rows(table, part, whole)
-                    to(part.server).updates.setdefault(name, []).append(own)
+                    gradient = part.of(whole) if table is None else self._own_rows(table, part, whole)
+                    to(part.server).updates.setdefault(name, []).append(gradient)
         return [np.asarray(x) for x in results], pushes
 
     def _value(self, number: int, placement: Placement, values: dict[ServerPart, np.ndarray]) -> np.ndarray:

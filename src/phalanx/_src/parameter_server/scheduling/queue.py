@@ -338,7 +338,7 @@ class ClosureQueue:
         for closure in closures:
             closure.outcome.settle(error=error)
 
-    def _wait_until(self, is_ready: Callable[[], bool], asked: str) -> None:
+    def _wait_until(self, is_ready: Callable[[], bool], call: str) -> None:
         """Waits until the queue is open and `is_ready()` is true, or until there is an error to raise."""
 
         def is_over() -> bool:
@@ -349,7 +349,7 @@ class ClosureQueue:
                 self._change.wait_for(is_over)
         self._raise_first_error()
         if self._state is _State.STOPPED:
-            raise _stopped(asked)
+            raise _stopped(call)
 
     def _raise_first_error(self) -> None:
         if self._state is _State.FAILED:
@@ -369,9 +369,9 @@ def _cancelled_by(cause: BaseException | None) -> CancelledError:
     return error
 
 
-def _stopped(asked: str) -> CancelledError:
+def _stopped(call: str) -> CancelledError:
     return CancelledError(
-        asked,
+        call,
         "the coordinator was stopped, which cancels all unfinished steps.",
         "call coordinator.join() before strategy.close(), or create another strategy and coordinator",
     )

@@ -99,9 +99,9 @@ class Scheduler:
         """Returns whether no step is queued or in flight. Raises the first error of a step."""
         return self._queue.done()
 
-    def dataset(self, given: object, make: Callable[[], Any]) -> PerWorkerDataset:
-        """Returns a dataset that each worker creates with `make()`. `given` names it in messages."""
-        return PerWorkerDataset(lambda: PerWorkerIterator(next(self._names), given, make, self._drop), self.spec_of)
+    def dataset(self, source: object, make: Callable[[], Any]) -> PerWorkerDataset:
+        """Returns a dataset that each worker creates with `make()`. Messages name it after `source`."""
+        return PerWorkerDataset(lambda: PerWorkerIterator(next(self._names), source, make, self._drop), self.spec_of)
 
     def values(self, fn: Callable[[], Any]) -> PerWorkerValues:
         """Returns the value that `fn()` returns on each worker."""

@@ -119,11 +119,11 @@ class StepCache:
         with self._lock:
             known = self._cache.known(fn, (arguments.key, is_run))
             known[:] = [step for step in known if step.settings is None or step.settings.hold()]
-            found = next((step for step in known if step.recording in (EITHER_WAY, recording.key)), None)
-            if found is None:
-                found = ScheduledStep(next(self._numbers), arguments, is_run, recording.key)
-                known.append(found)
-            return found, tuple(np.asarray(x) for x in arguments.arrays), resources
+            scheduled_step = next((step for step in known if step.recording in (EITHER_WAY, recording.key)), None)
+            if scheduled_step is None:
+                scheduled_step = ScheduledStep(next(self._numbers), arguments, is_run, recording.key)
+                known.append(scheduled_step)
+            return scheduled_step, tuple(np.asarray(x) for x in arguments.arrays), resources
 
     def program(
         self, step: ScheduledStep, fn: Callable[..., Any], specs: PyTree, recording: Recording
@@ -190,24 +190,24 @@ class StepCache:
     def _exported(
         self, step: ScheduledStep, fn: Callable[..., Any], taken: list[list[Any]], used: list["_TracedBatches"]
     ) -> PyTree:
-        given = step.arguments
-        own = [np.asarray(x) for x in given.arrays]
+        arguments = step.arguments
+        arrays = [np.asarray(x) for x in arguments.arrays]
         drawn = [shape_dtype(x.shape, x.dtype) for of in taken for _, leaves in of for x in leaves]
 
         def call(inputs: list[Any]) -> PyTree:
-            rest = iter(inputs[len(own) :])
+            rest = iter(inputs[len(arrays) :])
             used[:] = [
                 _TracedBatches(i, [tree.unflatten([next(rest) for _ in leaves]) for tree, leaves in of])
                 for i, of in enumerate(taken)
             ]
-            args, kwargs, _ = Arguments.rebuild(given.structure, given.sizes, inputs[: len(own)])
+            args, kwargs, _ = Arguments.rebuild(arguments.structure, arguments.sizes, inputs[: len(arrays)])
             fill = lambda x: used[x.number].fill(x) if isinstance(x, Placeholder) else x  # noqa: E731
             args, kwargs = jax.tree.map(fill, (args, kwargs))
             return self._strategy.run(fn, args, kwargs) if step.is_run else fn(*args, **kwargs)
 
         platforms = self._platforms()
         with context.enter(Mode(self._strategy, None)), compiled_for(platforms):
-            return export(call, [*own, *drawn], platforms, clips=self._homes.clips)
+            return export(call, [*arrays, *drawn], platforms, clips=self._homes.clips)
 
 
 def name_of(fn: object) -> str:

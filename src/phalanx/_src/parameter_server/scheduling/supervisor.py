@@ -314,10 +314,10 @@ class Supervisor:
                 isinstance(resource, PerWorkerIterator),
             )
         except self._ray.exceptions.RaySystemError as e:
-            found = str(e).strip().splitlines()[-1]
+            reason = str(e).strip().splitlines()[-1]
             raise InvalidArgumentError(
                 _asked(resource),
-                f"worker {self.pusher.worker} cannot load it: {found}",
+                f"worker {self.pusher.worker} cannot load it: {reason}",
                 "define it in the script itself, or install its module on the machines of the workers",
             ) from e
 
@@ -394,10 +394,10 @@ def _described(work: Work) -> str:
     return f"a scheduled step of `{name_of(work.fn)}`" + (f" with {resources}" if resources else "")
 
 
-def lost_again(asked: str, losses: Sequence[str]) -> WorkerLostError:
-    """Returns the error of a step or dataset that every worker was lost with."""
+def lost_again(call: str, losses: Sequence[str]) -> WorkerLostError:
+    """Returns the error for a step or dataset with which every worker was lost."""
     return WorkerLostError(
-        asked,
+        call,
         f"{len(losses)} workers in a row were lost with it. The last one: {losses[-1]}.",
         "call the function in this process to see why it fails; add memory if a worker was killed for lack of it",
     )

@@ -209,10 +209,10 @@ class Servers:
         self._forget(pusher, self.answers)
 
     def _forget(self, pusher: Pusher, answers: Callable[[Sequence[Reply[list[int]]]], list[list[int]]]) -> None:
-        # The first server decides. Its answer tells which turns the others must apply before they drop the rest.
-        first, *others = self.peers
+        # The first server decides. Its answer contains the turns that the other servers must apply before they drop the rest.
+        first, *followers = self.peers
         ((_, *turns),) = answers([first.ask(ParameterServer.forget, pusher)])
-        answers([p.ask(ParameterServer.forget, pusher, turn) for p, turn in zip(others, turns, strict=True)])
+        answers([p.ask(ParameterServer.forget, pusher, turn) for p, turn in zip(followers, turns, strict=True)])
 
     def learn(self, server: int, name: int, program: UpdateProgram) -> None:
         """Sends a server the program of an update, and records it for a replacement of that server."""
@@ -279,7 +279,7 @@ class Servers:
             answers([peers[i].ask(ParameterServer.put, *snapshot[i])])
             answers([peers[i].ask(ParameterServer.learn, name, program) for name, program in self._learned[i].items()])
             answers([peers[i].ask(ParameterServer.forget, pusher) for pusher in pushers])
-        # After the values, so that the next coordinator does not find a server without them.
+        # `meet` follows `put`, so that the next coordinator does not find a server without values.
         answers([peer.ask(ParameterServer.meet, self.actors) for peer in peers])
         applied = max(answers([peer.ask(ParameterServer.num_applied) for peer in peers]))
         answers([peers[0].ask(ParameterServer.align_all, applied)])
@@ -288,10 +288,10 @@ class Servers:
         names = _listed(self._names_on(lost))
         silent = [why for why in lost.values() if isinstance(why, Silent)]
         if silent:
-            peer, found = silent[0].peer, silent[0].found
+            peer, reason = silent[0].peer, silent[0].found
             return ServerLostError(
                 str(peer),
-                f"it {found}, and it holds the only copy of {names}.",
+                f"it {reason}, and it holds the only copy of {names}.",
                 "resume the process and make the same call again; worker_timeout_s=300 if it is only slow; "
                 "snapshot_every_s=60 to replace such a server",
             )

@@ -86,19 +86,19 @@ class Homes:
         # In bytes: all parts on each server, and each part by key.
         self._loads = [0] * cluster.ps
         self._sizes: dict[int, int] = {}
-        # Values of an earlier start that no variable of this one has taken over yet.
+        # Values of an earlier start that no variable of this start has taken over yet.
         self._stored = stored_in(self.servers.inventories)
         # The number of scheduled steps, now and when each variable took over its value.
         self._num_steps = 0
         self._steps_before: IdentityMap[int] = IdentityMap()
-        kept = {key for stored in self._stored.values() for key in stored.holders}
-        self._keys, self._update_names = itertools.count(max(kept, default=-1) + 1), itertools.count()
+        stored_keys = {key for stored in self._stored.values() for key in stored.holders}
+        self._keys, self._update_names = itertools.count(max(stored_keys, default=-1) + 1), itertools.count()
         self._updates: IdentityMap[dict[tuple[int, ...], tuple[int, Any]]] = IdentityMap()
         # Pairs of a server and a key that no variable of this process needs any more.
         self._unneeded: list[tuple[int, int]] = []
-        self._has_new = bool(kept)
+        self._has_new = bool(stored_keys)
         if self.servers.inventories:
-            self.servers.tell(ParameterServer.keep, kept)
+            self.servers.tell(ParameterServer.keep, stored_keys)
             self._save_new()
             _log.warning(
                 "%d parameter servers were found again, with %d variables. Assignments before the first step do not count, "
@@ -116,9 +116,9 @@ class Homes:
         placement = self.placement(variable)
         if placement is None:
             return None
-        others = [slice(None)] * len(variable.shape)
+        slices = [slice(None)] * len(variable.shape)
         return [
-            Held(f"ps:{server}", tuple([slice(part.start, part.stop), *others][: len(others)]), self._sizes[part.key])
+            Held(f"ps:{server}", tuple([slice(part.start, part.stop), *slices][: len(slices)]), self._sizes[part.key])
             for part in placement
             for server in self._holders[part.key]
         ]
@@ -171,13 +171,13 @@ class Homes:
         placement = self.placement(table)
         assert placement is not None
         require_rows(rows, placement, describe(table))
-        own = [rows[(rows >= p.start) & (rows < (p.stop or 0))] - p.start for p in placement]
-        asked = [(p.server, [(p.key, x)]) for p, x in zip(placement, own, strict=True)]
-        found = np.concatenate([arrays[0] for arrays in self.servers.ask(ParameterServer.get, *asked)])
-        return jax.numpy.asarray(found[places.reshape(ids.shape)])
+        part_rows = [rows[(rows >= p.start) & (rows < (p.stop or 0))] - p.start for p in placement]
+        requests = [(p.server, [(p.key, x)]) for p, x in zip(placement, part_rows, strict=True)]
+        values = np.concatenate([arrays[0] for arrays in self.servers.ask(ParameterServer.get, *requests)])
+        return jax.numpy.asarray(values[places.reshape(ids.shape)])
 
     def take_in(self, variables: Sequence[Variable]) -> None:
-        """Moves those variables to the servers that are not there yet.
+        """Moves variables to the servers, unless they are already there.
 
         Raises:
           MixedStrategyError: a variable is on the servers of another strategy.
@@ -329,8 +329,8 @@ class Homes:
         """
         trained = compat.trained_by(update.optimizer, None)
         held = [(v, part) for v in trained for part in self._placements.get(v) or () if part.server == server]
-        mine = {id(v) for v, _ in held}
-        variables = tuple(v for v in update.variables if id(v) in mine)
+        held_ids = {id(v) for v, _ in held}
+        variables = tuple(v for v in update.variables if id(v) in held_ids)
 
         def program(gradients: list[Any]) -> None:
             with compat.restricted(update.optimizer, [v for v, _ in held]):
@@ -477,8 +477,8 @@ def _require_servers(variables: Sequence[Variable]) -> None:
     Raises:
       ServerLostError: a server is lost.
     """
-    found = {id(homes): homes for v in variables if (homes := _owners.get(v)) is not None}
-    for homes in found.values():
+    homes_by_id = {id(homes): homes for v in variables if (homes := _owners.get(v)) is not None}
+    for homes in homes_by_id.values():
         homes.servers.tell(ParameterServer.num_applied)
 
 

@@ -54,7 +54,7 @@ def stored_in(inventories: Sequence[Inventory]) -> dict[VariableId, ServedVariab
             if key not in holders:
                 parts[label.variable].append(ServerPart(server, key, label.start, label.stop))
             holders[key] = (*holders.get(key, ()), server)
-    placements = {variable: tuple(sorted(found, key=lambda p: p.start)) for variable, found in parts.items()}
+    placements = {variable: tuple(sorted(pieces, key=lambda p: p.start)) for variable, pieces in parts.items()}
     return {
         variable: ServedVariable(placement, {part.key: holders[part.key] for part in placement})
         for variable, placement in placements.items()
