@@ -161,11 +161,11 @@ LIMITS: dict[Callable[[Sources], list[str]], tuple[int, int]] = {
     classes_of_many_methods: (15, 6),
     classes_of_many_fields: (7, 0),
     class_names_used_twice: (0, 0),
-    pronouns: (375, 40),
+    pronouns: (2, 40),
     attributes_on_objects_of_keras: (10, 0),
     lines_with_any: (565, 300),
     missing_comments: (851, 0),
-    all_lines: (57_500, 55_500),
+    all_lines: (57_520, 55_500),
 }
 """For each count, the limit of today and the goal."""
 
