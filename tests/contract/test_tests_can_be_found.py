@@ -50,3 +50,17 @@ def seconds_of_sleeps(path):
 def test_nothing_sleeps_for_long():
     """A test waits for a condition. A process that sleeps for a minute or more does not wait: it is there to be killed."""
     assert [where for path in FILES for where, seconds in seconds_of_sleeps(path) if 1 < seconds < 60] == []
+
+
+def marks_of_exhaustive_tests(path):
+    """Yields the name of each test that only `make test-all` runs, or of its file, and what its mark says."""
+    for instead, name in re.findall(r'exhaustive\("(.*?)"\)\n(?:@.*\n|[ )].*\n)*(?:def (\w+))?', path.read_text()):
+        yield name or path.name, instead
+
+
+def test_companions_run_in_make_test():
+    """A mark names what shows the faults of its test, and that is no test which only `make test-all` runs."""
+    marks = [mark for path in FILES for mark in marks_of_exhaustive_tests(path)]
+    names = {name for name, _ in marks}
+    assert len(names) > 40
+    assert [mark for mark in marks if names & set(re.findall(r"test_\w+(?:\.py)?", mark[1]))] == []

@@ -16,7 +16,7 @@ SAVED, CRASHED = 4, 6
 ARGUMENTS = ("--steps", STEPS, "--batch", BATCH, "--width", WIDTH, "--layers", LAYERS, "--learning-rate", RATE)
 LAUNCHER = ("run", "--workers", "2", "--max-restarts", "1", "--grace-seconds", "0.5")
 
-pytestmark = pytest.mark.exhaustive("tests/cluster/test_kills.py and test_elastic.py, and test_text_lm.py")
+pytestmark = pytest.mark.exhaustive("tests/cluster/test_kills.py and test_elastic.py")
 
 
 @pytest.fixture(scope="module")

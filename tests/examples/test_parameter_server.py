@@ -36,7 +36,7 @@ def test_learns_who_clicks(run_example, tmp_path):
     assert np.abs(table.embeddings.numpy()).max() > 0.1, "the table is as it was made"
 
 
-@pytest.mark.exhaustive("test_learns_who_clicks")
+@pytest.mark.exhaustive("tests/guide/test_parameter_server_guide.py")
 def test_fit_trains_like_the_loop(run_example):
     """By Keras's fit it is the same training."""
     printed = run_example("parameter_server.py", *SMALL, "--fit", "--epochs", 4, "--steps", 60)

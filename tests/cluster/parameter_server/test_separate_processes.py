@@ -110,7 +110,7 @@ def test_a_start_that_takes_too_long():
         assert names.count("raylet") == 1
 
 
-@pytest.mark.exhaustive("test_servers_from_tf_config")
+@pytest.mark.exhaustive("tests/guide/test_parameter_server_guide.py: a cluster that starts as it should")
 def test_an_address_that_is_taken():
     """The chief cannot listen there: a typed error, and not Ray's."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -232,7 +232,7 @@ def test_servers_from_tf_config(spec):
             assert task.wait(120) == 0
 
 
-@pytest.mark.exhaustive("test_servers_from_tf_config")
+@pytest.mark.exhaustive("tests/guide/test_parameter_server_guide.py: a cluster that starts as it should")
 def test_tasks_that_are_missing(spec):
     """The chief names them, with their addresses."""
     code = "import phalanx._src.strategies.parameter_server as p; p._START_S = 0.5; import coordinating; coordinating.main({})"
@@ -242,7 +242,7 @@ def test_tasks_that_are_missing(spec):
         assert re.search(rf"these tasks have not joined within \d+ s: {re.escape(missing)}", errors_of(chief))
 
 
-@pytest.mark.exhaustive("test_servers_from_tf_config")
+@pytest.mark.exhaustive("tests/guide/test_parameter_server_guide.py: a cluster that starts as it should")
 def test_two_processes_with_one_index(spec):
     """The chief says which task has come twice."""
     with servers(spec, "worker", "worker"), chief_of(spec) as chief:

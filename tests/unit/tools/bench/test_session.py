@@ -173,7 +173,7 @@ def starts(each, offset=0.0):
     return [(number + offset) * each for number in range(10)]
 
 
-@pytest.mark.exhaustive("test_scripts_that_cannot_be_measured")
+@pytest.mark.exhaustive("test_fit_on_devices_and_processes: all of its measurements succeed")
 def test_failures_with_some_devices_are_noted(measured, tmp_path):
     """The others are measured. The script imports from its own folder, as with Python itself."""
     (tmp_path / "beside.py").write_text("def check(n):\n    if n == 1:\n        raise ValueError('not with 1')\n")
