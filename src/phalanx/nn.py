@@ -9,7 +9,9 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from phalanx._src.collectives import primitives
+from phalanx._src.collectives.accumulation import dtype_of, term
 from phalanx._src.mesh.arrays import over_rows
+from phalanx._src.options import ReduceOp
 from phalanx._src.tracing import context
 from phalanx.errors import ContextError, InvalidArgumentError, shown
 from phalanx.typing import PyTree
@@ -31,7 +33,7 @@ def compute_average_loss(
       global_batch_size: an integer of at least 0. None is the number of real rows of all replicas.
 
     Returns:
-      A scalar array.
+      A scalar array of the dtype that `jnp.mean` gives.
 
     Raises:
       InvalidArgumentError: `per_example_loss` is a scalar, or `global_batch_size` is negative or not an integer.
@@ -52,6 +54,7 @@ def compute_average_loss(
             "must have one loss per example, not be a scalar.",
             'loss = keras.losses.MeanSquaredError(reduction="none")',
         )
+    dtype, loss = dtype_of(ReduceOp.MEAN, loss.dtype), term(ReduceOp.MEAN, loss)
     if sample_weight is not None:
         weight = primitives.as_array(sample_weight)
         if jnp.issubdtype(weight.dtype, jnp.complexfloating):
@@ -86,7 +89,7 @@ def compute_average_loss(
     else:
         rows = loss.shape[0] * (1 if replica is None else replica.num_replicas_in_sync)
     size = rows if global_batch_size is None else _checked_size(global_batch_size)
-    return (jnp.where(size == 0, 0, loss.sum() / jnp.maximum(size, 1)) / _own_part()).astype(loss.dtype)
+    return (jnp.where(size == 0, 0, loss.sum() / jnp.maximum(size, 1)) / _own_part()).astype(dtype)
 
 
 def scale_regularization_loss(regularization_loss: PyTree) -> jax.Array:

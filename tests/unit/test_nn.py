@@ -40,6 +40,14 @@ def test_loss_is_weighted_sum_over_rows(loss, weight, size, expected):
     assert result.dtype == "float32"
 
 
+def test_loss_has_the_dtype_of_a_mean():
+    """Weights of integers may be fractions, and the sum of float16 losses may exceed the largest float16."""
+    integers = compute_average_loss(np.int32([1, 4]), [0.5, 1.0])
+    assert (float(integers), integers.dtype) == (2.25, "float32")
+    halves = compute_average_loss(np.full(4096, 20, "float16"))
+    assert (float(halves), halves.dtype) == (20, "float16")
+
+
 @pytest.mark.parametrize("rows", [0, 1, 3, 8])
 def test_padded_rows_count_for_nothing(strategy, rows):
     """The sum over the replicas is the mean over the real rows. Others cannot make it infinite; without any it is zero, not NaN."""

@@ -92,8 +92,11 @@ class StepProgram:
         # If a metric has the same name as an output, report the metric's result, unless the step did not update it.
         still = {m.name for m in model.metrics if not _is_updated(m)}
         custom_outputs = {name: value for name, value in outputs.items() if name not in results or name in still}
-        averaged = self._strategy.reduce("MEAN", custom_outputs, axis=None) if custom_outputs else {}
-        # Only arrays are stacked over the steps. Python numbers are constants of the trace.
+        # Python numbers are constants of the trace: equal on all replicas and in all steps.
+        averaged = {name: value for name, value in custom_outputs.items() if isinstance(value, (int, float))}
+        arrays = {name: value for name, value in custom_outputs.items() if name not in averaged}
+        if arrays:
+            averaged |= self._strategy.reduce("MEAN", arrays, axis=None)
         last = jax.tree.map(lambda x: x if count is None or not jnp.ndim(x) else x[count - 1], averaged)
         return {name: last[name] if name in custom_outputs else results[name] for name in outputs}
 

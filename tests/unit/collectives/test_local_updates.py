@@ -209,6 +209,21 @@ def test_statistics_are_local_and_averaged():
     np.testing.assert_allclose(strategy.experimental_local_results(layer.moving_mean), [mean, mean], atol=1e-6)
 
 
+def test_integers_are_averaged_exactly():
+    """A synchronization gives all replicas the mean of their counters, without a fraction, where a float32 has no odd numbers."""
+    training = Training(LocalSGD(1))
+    with training.strategy.scope():
+        counter = keras.Variable(2_000_000_001, dtype="int32", trainable=False, aggregation="mean")
+
+    def step():
+        counter.assign_add(2 + 3 * phalanx.get_replica_context().replica_id_in_sync_group)
+        variables = training.model.trainable_variables
+        training.model.optimizer.apply([w * 0 for w in variables], variables)
+
+    training.strategy.run(step)
+    assert [int(x) for x in training.strategy.experimental_local_results(counter)] == [2_000_000_004] * 2
+
+
 @pytest.mark.parametrize("local_updates", CHOICES.values(), ids=CHOICES)
 def test_reads_and_writes_between_steps(local_updates):
     """What is read outside is what a plain model evaluates; reads disturb nothing; an assignment is that of all replicas."""

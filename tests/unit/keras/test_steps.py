@@ -190,18 +190,20 @@ def test_stateless_test_step(count, k):
 def test_own_logs_are_averaged_over_replicas(strategy):
     """What a `train_step` returns beside metrics is the mean of the replicas', each by its rows: four and three at last.
 
-    `train_step` may reduce over the replicas.
+    `train_step` may reduce over the replicas. Python numbers, bools too, are what they are.
     """
 
     class Logging(Base):
         def train_step(self, data):
             context = phalanx.get_replica_context()
             total = context.all_reduce("SUM", ops.sum(data[0]))
-            return {"replica": 1.0 * context.replica_id_in_sync_group, "total": total}
+            return {"replica": 1.0 * context.replica_id_in_sync_group, "total": total, "first": True}
 
     model = under(strategy, compiled(Logging))
     same(model.fit(X, Y, **FIT).history["replica"], [3 / 7])
-    same(model.fit(X[:16], Y[:16], **FIT).history["total"], [X[:16].sum()])
+    logs = model.fit(X[:16], Y[:16], **FIT).history
+    same(logs["total"], [X[:16].sum()])
+    assert logs["first"] == [True]
 
 
 def test_a_log_of_ones_own_has_the_name_of_a_metric(strategy):

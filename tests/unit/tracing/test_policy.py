@@ -9,6 +9,7 @@ import phalanx
 from phalanx._src.programs.slots import components_of
 from phalanx._src.tracing.policy import Combine, Policy, Write, describe, policy_of
 from phalanx.errors import AggregationError, ContextError, NestedWriteError, VariableError
+from phalanx.experimental import LocalSGD
 
 
 def replica_id():
@@ -35,6 +36,7 @@ WRITES = {
     ("auto", "sum", "int32"): ([(3, 3), (13, 13), (7, 7), (12, 12)], [3, 13, 7, 12]),
     ("auto", "mean", "float32"): ([(1.5, 1.5), (11.5, 11.5), (8.5, 8.5), (11, 11)], [1.5, 11.5, 8.5, 11]),
     ("on_write", "mean", "float32"): ([(1.5, 1.5), (11.5, 11.5), (8.5, 8.5), (11, 11)], [1.5, 11.5, 8.5, 11]),
+    ("auto", "mean", "int32"): ([(1, 1), (11, 11), (9, 9), (11, 11)], [1, 11, 9, 11]),
     ("auto", "only_first_replica", "float32"): ([(1, 1), (11, 11), (9, 9), (11, 11)], [1, 11, 9, 11]),
     ("on_write", "only_first_replica", "int32"): ([(1, 1), (11, 11), (9, 9), (11, 11)], [1, 11, 9, 11]),
     ("auto", "none", "float32"): ([(1, 2), (11, 12), (9, 8), (11, 11)], [1.5, 11.5, 8.5, 11]),
@@ -43,6 +45,7 @@ WRITES = {
     ("on_read", "sum", "float32"): ([(1, 2), (11, 2), (9, -2), (11, 1)], [3, 13, 7, 12]),
     ("on_read", "sum", "int32"): ([(1, 2), (11, 2), (9, -2), (11, 1)], [3, 13, 7, 12]),
     ("on_read", "mean", "float32"): ([(1, 2), (11, 12), (9, 8), (11, 11)], [1.5, 11.5, 8.5, 11]),
+    ("on_read", "mean", "int8"): ([(1, 2), (11, 12), (9, 8), (11, 11)], [1, 11, 8, 11]),
     ("on_read", "only_first_replica", "float32"): ([(1, 2), (11, 12), (9, 8), (11, 11)], [1, 11, 9, 11]),
     ("on_read", "none", "float32"): ([(1, 2), (11, 12), (9, 8), (11, 11)], [1.5, 11.5, 8.5, 11]),
     ("on_read", "none", "int32"): ([(1, 2), (11, 12), (9, 8), (11, 11)], [1, 11, 9, 11]),
@@ -170,7 +173,7 @@ def test_trainable_without_aggregation_is_refused(strategy, write):
 @pytest.mark.parametrize(
     ("row", "match"),
     [
-        (("auto", "mean", "int32"), "the mean of int32 values is not a value of dtype int32"),
+        (("auto", "mean", "bool"), "bools have no mean"),
         (("none", "sum"), "a strategy keeps the replicas of a variable equal"),
     ],
 )
@@ -219,6 +222,39 @@ def test_other_dtypes_keep_their_dtype(strategy):
         variables = [keras.Variable(0, dtype=dtype, trainable=False) for dtype in expected]
     strategy.run(lambda: [v.assign(keras.ops.cast(1 - replica_id(), v.dtype)) for v in variables])
     assert {str(v.value.dtype): float(v.numpy()) for v in variables} == expected
+
+
+@pytest.mark.parametrize(
+    ("synchronization", "options"), [("auto", {}), ("on_read", {}), ("auto", {"local_updates": LocalSGD()})], ids=str
+)
+def test_means_of_integers_are_exact(synchronization, options):
+    """A counter goes on where a float32 has no odd numbers, and near the largest number. A fraction is cut off."""
+    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"], **options)
+    with strategy.scope():
+        v, narrow = (
+            keras.Variable(value, dtype=dtype, trainable=False, synchronization=synchronization, aggregation="mean")
+            for value, dtype in ((2_000_000_001, "int32"), (-126, "int8"))
+        )
+    for _ in range(2):
+        strategy.run(lambda: (v.assign(v + 2), narrow.assign(narrow - keras.ops.cast(replica_id(), "int8"))))
+    assert (int(v.value), str(v.value.dtype)) == (2_000_000_005, "int32")
+    assert (int(narrow.value), str(narrow.value.dtype)) == (
+        -127 if options or synchronization == "on_read" else -126,
+        "int8",
+    )
+
+
+def test_mean_of_a_float16_variable_does_not_overflow(strategy):
+    v = make(strategy, "auto", "mean", "float16")
+    strategy.run(lambda: v.assign(60_000))
+    assert v.numpy() == 60_000
+
+
+def test_sum_of_small_integers_keeps_the_dtype(strategy):
+    """The components of an on-read variable are summed in int32, and read in int8."""
+    variables = [make(strategy, synchronization, "sum", "int8") for synchronization in ("auto", "on_read")]
+    strategy.run(lambda: [v.assign(1) for v in variables])
+    assert [(int(v.numpy()), str(v.value.dtype)) for v in variables] == [(2, "int8")] * 2
 
 
 def test_wrong_shape_leaves_the_variable(strategy):

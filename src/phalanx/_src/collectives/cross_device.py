@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 from typing_extensions import override
 
 from phalanx._src.collectives import packing
+from phalanx._src.collectives.accumulation import dtype_of, term
 from phalanx._src.collectives.primitives import only_on, packed, sums, to_array
 from phalanx._src.compat import Variable
 from phalanx._src.mesh.devices import device_name, parse_device
@@ -38,7 +39,8 @@ class CrossDeviceOps:
 
     For a custom algorithm, override `reduce_implementation`, and also `batch_reduce_implementation` if it helps to see all
     gradients at once. These hooks get the array of one replica and return the result for every replica. They may use the
-    collectives of `jax.lax` over the axis `phalanx.REPLICA_AXIS`.
+    collectives of `jax.lax` over the axis `phalanx.REPLICA_AXIS`. The array has the dtype in which `jnp.sum` or `jnp.mean`
+    accumulates: a mean of integers or of float16 is a matter of float32.
 
     May be called inside `merge_call`. Elsewhere use `Strategy.extended.reduce_to`, which enters it.
 
@@ -90,7 +92,10 @@ class CrossDeviceOps:
         op = ReduceOp.parse(reduce_op)
         pairs = [_checked(pair) for pair in checked_pairs(value_destination_pairs)]
         _require_program()
-        return self.batch_reduce_implementation(op, pairs, checked_options(options))
+        # Hooks of users may add the terms as they are.
+        terms = [(term(op, value), destinations) for value, destinations in pairs]
+        results = self.batch_reduce_implementation(op, terms, checked_options(options))
+        return [result.astype(dtype_of(op, value.dtype)) for result, (value, _) in zip(results, pairs, strict=True)]
 
     def broadcast(self, tensor: ArrayLike, destinations: object) -> jax.Array:
         """Returns the value of the first replica, on every replica. See `reduce`."""

@@ -16,6 +16,7 @@ from typing_extensions import override
 
 from phalanx._src import compat
 from phalanx._src.collectives import packing, primitives
+from phalanx._src.collectives.accumulation import mean_of_parts, parts_of_mean
 from phalanx._src.collectives.compressed import CompressedSum
 from phalanx._src.collectives.compression import compression_of
 from phalanx._src.compat import Variable
@@ -292,7 +293,9 @@ def _average(variables: list[Variable], applied: Applied, every: int) -> Synchro
         return Synchronization([], lambda values: values)
 
     def means(values: list[jax.Array]) -> list[jax.Array]:
-        averages = [(total / n).astype(x.dtype) for total, x in zip(_sums(values), values, strict=True)]
+        parts, structure = jax.tree.flatten([parts_of_mean(x, None, n) for x in values])
+        totals = jax.tree.unflatten(structure, _sums(parts))
+        averages = [mean_of_parts(total, n, x.dtype) for total, x in zip(totals, values, strict=True)]
         return [_constrained(v, x) for v, x in zip(variables, averages, strict=True)]
 
     return Synchronization(

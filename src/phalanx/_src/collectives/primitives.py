@@ -16,6 +16,7 @@ from jax.custom_derivatives import linear_call
 from jax.extend import core as jex
 from jax.typing import ArrayLike
 
+from phalanx._src.collectives.accumulation import Divisor, divided, dtype_of, term
 from phalanx._src.collectives.codes import Rounded, coded_sum
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.mesh.values import differs
@@ -129,7 +130,7 @@ def all_reduce(
     """Returns a pytree with the sum or mean of every leaf over the replicas, on every replica.
 
     Args:
-      op: SUM or MEAN. The mean of integers is a float.
+      op: SUM or MEAN. The dtypes are those of `accumulation`.
       tree: pytree of the arrays of this replica. Shapes must agree between replicas.
       num_replicas: size of the replica axis; 1 outside a mapped program.
       counts: bool scalar. Whether this replica counts in a mean. None if all replicas count. If none counts, the mean is 0.
@@ -137,20 +138,18 @@ def all_reduce(
     """
     leaves, structure = jax.tree.flatten(tree, is_leaf=differs)
     arrays = [to_array(x) for x in leaves]
-    divisor: int | jax.Array = num_replicas
+    results = [term(op, x) for x in arrays]
+    divisor: Divisor = num_replicas
     if num_replicas > 1 and op is ReduceOp.MEAN and counts is not None:
-        arrays = [jnp.where(counts, x, 0) for x in arrays]
+        results = [jnp.where(counts, x, 0) for x in results]
         divisor = jnp.maximum(psum(jnp.asarray(counts, jnp.int32), REPLICA_AXIS), 1)
     if num_replicas > 1:
-        arrays = sums(arrays, wire_dtype)
+        results = sums(results, wire_dtype)
     if op is ReduceOp.MEAN:
-        arrays = [_divided(x, divisor) for x in arrays]
-    reduced: T = jax.tree.unflatten(structure, arrays)
+        results = [divided(x, divisor) for x in results]
+    results = [result.astype(dtype_of(op, x.dtype)) for result, x in zip(results, arrays, strict=True)]
+    reduced: T = jax.tree.unflatten(structure, results)
     return reduced
-
-
-def _divided(total: jax.Array, count: int | jax.Array) -> jax.Array:
-    return total / (count.astype(total.dtype) if isinstance(count, jax.Array) and total.dtype.kind in "fc" else count)
 
 
 def all_gather(tree: PyTree, dim: int, num_replicas: int) -> PyTree:

@@ -151,7 +151,7 @@ class Copier:
                     return None
                 shares[variable] = share
                 if is_mean:  # A process that joins begins with this one's value.
-                    values[variable] = share.value if share.is_whole else share.value.mean(0)
+                    values[variable] = share.value if share.is_whole else share.value.mean(0).astype(share.value.dtype)
             elif isinstance(array, jax.Array):
                 if not array.is_deleted():
                     values[variable] = self._of(variable, array, topology)

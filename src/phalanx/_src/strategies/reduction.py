@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from phalanx._src.collectives import primitives
+from phalanx._src.collectives.accumulation import dtype_of, term
 from phalanx._src.collectives.cross_device import CrossDeviceOps
 from phalanx._src.mesh.arrays import over_rows
 from phalanx._src.mesh.values import Mirrored, PerReplica, ReplicaLocal, RowMask, check_size, differs
@@ -39,9 +40,7 @@ def reduce_leaf(value: Any, op: ReduceOp, axis: Axis, num_replicas: int, ops: Cr
       InputError: the components have different numbers of rows, and `axis` does not include the rows.
     """
     if num_replicas == 1 and axis is None:
-        if not isinstance(value, jax.Array):
-            primitives.as_array(value)
-        return value
+        return _of_one(op, value)
     if num_replicas == 1:
         return _reduce_dims(op, primitives.to_array(value), axis)
     if axis is None:
@@ -51,7 +50,7 @@ def reduce_leaf(value: Any, op: ReduceOp, axis: Axis, num_replicas: int, ops: Cr
                 "it is not a per-replica value, so it is unclear whether to count it once or once per replica.",
                 "ReduceOp.MEAN, or reduce an array that strategy.run returned",
             )
-        return value
+        return _of_one(op, value)
     result = _reduce_dims(op, primitives.to_array(value), axis)
     return result * num_replicas if op is ReduceOp.SUM else result
 
@@ -77,9 +76,10 @@ def _(value: ReplicaLocal, op: ReduceOp, axis: Axis, num_replicas: int, ops: Cro
     # In a merge function only the shape suggests that a value has rows, and a gradient may have this shape by chance.
     # So the mask applies only if the caller reduces the rows.
     rows = value.rows if 0 in dims else None
+    terms = term(op, data)
     if rows is not None:
-        data = jnp.where(over_rows(rows.mask, data), data, 0)
-    part = data.sum(axis=dims) if dims else data
+        terms = jnp.where(over_rows(rows.mask, data), terms, 0)
+    part = terms.sum(axis=dims) if dims else terms
     total = (
         primitives.all_reduce(ReduceOp.SUM, part, num_replicas) if ops is None else ops.reduce(ReduceOp.SUM, part, part)
     )
@@ -87,7 +87,7 @@ def _(value: ReplicaLocal, op: ReduceOp, axis: Axis, num_replicas: int, ops: Cro
         return total
     elements_per_row = math.prod(data.shape[d] for d in dims if d > 0)
     count = rows.count if rows is not None else num_replicas * (data.shape[0] if 0 in dims else 1)
-    return total / (count * elements_per_row)
+    return (total / (count * elements_per_row)).astype(dtype_of(op, data.dtype))
 
 
 def check_axis(axis: object) -> None:
@@ -174,9 +174,10 @@ def _(value: PerReplica, axis: int, num_replicas: int) -> jax.Array:
 def _reduce_global(op: ReduceOp, data: jax.Array, axis: Axis, rows: RowMask | None) -> jax.Array:
     dims = _dims(axis, data.ndim - 1)
     reduced = (0, *(d + 1 for d in dims))
+    dtype, data = dtype_of(op, data.dtype), term(op, data)
     if rows is None:
         total = data.sum(axis=reduced)
-        return total if op is ReduceOp.SUM else total / math.prod(data.shape[d] for d in reduced)
+        return total if op is ReduceOp.SUM else (total / math.prod(data.shape[d] for d in reduced)).astype(dtype)
     if rows.row_dim not in dims:
         raise InputError(
             f"reduce(axis={shown(axis)})", "the components have different numbers of rows.", f"axis={rows.row_dim}"
@@ -185,13 +186,21 @@ def _reduce_global(op: ReduceOp, data: jax.Array, axis: Axis, rows: RowMask | No
     elements_per_row = math.prod(data.shape[d] for d in reduced if d >= mask.ndim)
     mask = over_rows(mask, data)
     total = jnp.where(mask, data, 0).sum(axis=reduced)
-    return total if op is ReduceOp.SUM else total / (mask.sum(axis=reduced) * elements_per_row)
+    return total if op is ReduceOp.SUM else (total / (mask.sum(axis=reduced) * elements_per_row)).astype(dtype)
 
 
 def _mean_where_rows(data: jax.Array, rows: RowMask) -> jax.Array:
     """Averages over the replicas that had a real row, separately per step if there are several steps."""
     counts = over_rows(jnp.asarray(rows.mask).any(axis=-1), data)
-    return jnp.where(counts, data, 0).sum(axis=0) / jnp.maximum(counts.sum(axis=0), 1)
+    total = jnp.where(counts, term(ReduceOp.MEAN, data), 0).sum(axis=0)
+    return (total / jnp.maximum(counts.sum(axis=0), 1)).astype(dtype_of(ReduceOp.MEAN, data.dtype))
+
+
+def _of_one(op: ReduceOp, value: Any) -> Any:
+    """Returns the reduction of a single value: the value itself, unless the dtypes differ."""
+    array = primitives.to_array(value)
+    dtype = dtype_of(op, array.dtype)
+    return value if dtype == array.dtype else array.astype(dtype)
 
 
 def _reduce_dims(op: ReduceOp, array: jax.Array, axis: Axis) -> jax.Array:

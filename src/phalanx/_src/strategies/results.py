@@ -53,6 +53,8 @@ class AbstractResults(AbstractStrategy):
     def reduce(self, reduce_op: ReduceOp | str, value: PyTree, axis: Axis) -> PyTree:
         """Reduces per-replica values over the replicas. Call it in cross-replica context or outside all scopes.
 
+        Sums have the dtypes of `jnp.sum`, and means those of `jnp.mean`.
+
         Args:
           reduce_op: SUM or MEAN.
           value: a pytree of `PerReplica` values or variables.
@@ -65,7 +67,8 @@ class AbstractResults(AbstractStrategy):
 
         Raises:
           ContextError: called in replica context.
-          ReduceOpError: the operation is unknown, a dim does not exist, or a value to be summed is not per replica.
+          ReduceOpError: the operation is unknown, a dim does not exist, a value is of bools, or a value to be summed is not per
+            replica.
           InputError: the components have different numbers of rows, and `axis` does not include dim 0.
 
         Example:

@@ -17,11 +17,12 @@ from typing_extensions import override
 
 from phalanx._src import compat
 from phalanx._src.collectives import primitives
+from phalanx._src.collectives.accumulation import is_integer
 from phalanx._src.compat import Variable
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.options import ReduceOp
 from phalanx._src.tracing import context
-from phalanx._src.tracing.boundary import combine, combined, first_component
+from phalanx._src.tracing.boundary import combine, combined, first_component, mean_of_integers
 from phalanx._src.tracing.discovery import AbstractPass, Entry
 from phalanx._src.tracing.policy import Combine, Write, describe, refuse_write
 from phalanx._src.typed_jax import get_opaque_trace_state, make_user_context
@@ -281,9 +282,13 @@ class VariableScope(compat.AbstractLiftScope):
             return primitives.broadcast(value, count)
         replica = context.require_replica()
         if entry.policy.combine is Combine.SUM:
-            total: jax.Array = replica.all_reduce(ReduceOp.SUM, value)
+            total: jax.Array = replica.all_reduce(ReduceOp.SUM, value).astype(value.dtype)
             return total
-        mean: jax.Array = replica.all_reduce(ReduceOp.MEAN, value).astype(value.dtype)
+        # The mean of `all_reduce` is a float32, in which a counter would stop at 2**24.
+        if is_integer(value.dtype):
+            mean = mean_of_integers(value, None if replica.padding is None else replica.padding.has_rows)
+        else:
+            mean = replica.all_reduce(ReduceOp.MEAN, value)
         # A batch without a single real row changes nothing.
         return mean if replica.padding is None else jnp.where(replica.padding.count > 0, mean, entry.value)
 

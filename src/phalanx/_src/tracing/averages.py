@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from phalanx._src.collectives import primitives
+from phalanx._src.collectives.accumulation import dtype_of, term
 from phalanx._src.mesh.arrays import over_rows
 from phalanx._src.options import ReduceOp
 from phalanx._src.tracing.context import ReplicaContext
@@ -39,10 +40,11 @@ def reduce_rows(
             f"this batch is padded to {len(mask)} rows, so its mask does not fit the losses.",
             "return one loss per row of the batch, or compute sample_weight from get_replica_context().example_mask",
         )
+    dtype, values = dtype_of(ReduceOp.MEAN, values.dtype), term(ReduceOp.MEAN, values)
     is_real = over_rows(mask, values)
     total = jnp.where(is_real, values, 0).sum()
     if not is_averaging:
-        return total
+        return total.astype(dtype)
     divisor = jnp.ones((), values.dtype)
     if reduction != "sum" and counts.ndim == 0:
         # If all losses count equally, the divisor follows from the number of rows, which needs no all-reduce: the input
@@ -54,7 +56,7 @@ def reduce_rows(
         local_count = jnp.where(is_real, jnp.broadcast_to(counts, values.shape), 0).sum()
         divisor = primitives.all_reduce(ReduceOp.SUM, local_count, replica.num_replicas_in_sync)
     # The share is already exact, but Keras's trainer multiplies it by `replica.weight` later. The second division cancels that.
-    return _divide_or_zero(_divide_or_zero(total, divisor), jnp.asarray(replica.weight, values.dtype))
+    return _divide_or_zero(_divide_or_zero(total, divisor), jnp.asarray(replica.weight, values.dtype)).astype(dtype)
 
 
 def weight_of_mean(replica: ReplicaContext, weight: jax.Array | None) -> jax.Array | float:
@@ -83,12 +85,14 @@ def moments(values: jax.Array, counts: jax.Array, axes: Sequence[int], *, replic
         total = jnp.where(counts, x, 0).sum(axis=tuple(axes), keepdims=True)
         return primitives.all_reduce(ReduceOp.SUM, total, replicas) / count
 
+    dtype, values = values.dtype, term(ReduceOp.MEAN, values)
     local_count = counts.sum(axis=tuple(axes), keepdims=True).astype(values.dtype)
     # At least 1, so that a batch of padding alone gives zeros and not NaNs.
     count = jnp.maximum(primitives.all_reduce(ReduceOp.SUM, local_count, replicas), 1)
     # A second all-reduce for the squares around the mean: E[x²] - E[x]² would cancel badly in float32.
     center = mean(values)
-    return center.squeeze(tuple(axes)), mean(jnp.square(values - center)).squeeze(tuple(axes))
+    variance = mean(jnp.square(values - center))
+    return center.squeeze(tuple(axes)).astype(dtype), variance.squeeze(tuple(axes)).astype(dtype)
 
 
 def check_loss(name: str, reduction: str, *, replicas: int) -> None:

@@ -10,6 +10,7 @@ from jax import lax
 
 from phalanx._src import compat
 from phalanx._src.collectives import packing, primitives
+from phalanx._src.collectives.accumulation import Divisor, is_integer, mean_of_parts, parts_of_mean
 from phalanx._src.compat import Variable
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.mesh.values import RowMask
@@ -26,38 +27,56 @@ def combine(entries: Sequence[Entry], padding: RowMask | None) -> list[Any]:
     Args:
       entries: the variables.
       padding: row mask of this replica's batch, or None. A replica without real rows does not count in means. If the replicas have
-        unequal shares of a batch, they count by their rows.
+        unequal shares of a batch, they count by their rows in means of floats.
     """
-    weight = None if padding is None else padding.mask.sum() if padding.sizes else padding.has_rows
+    has_rows = None if padding is None else padding.has_rows
+    # By whether a variable is of integers. The rows are too many to multiply integers by them.
+    weights = {True: has_rows, False: padding.mask.sum() if padding is not None and padding.sizes else has_rows}
+    kinds = {is_integer(entry.value.dtype) for entry in entries if entry.policy.combine is Combine.MEAN}
+    counts = {kind: _count(weights[kind]) for kind in kinds}
     prepared = []
     for entry in entries:
         # An all-reduce does not sum bools.
         x = entry.value.astype(jnp.int32) if entry.value.dtype == jnp.bool_ else entry.value
-        if entry.policy.combine is Combine.FIRST:
+        if entry.policy.combine is Combine.MEAN:
+            kind = is_integer(x.dtype)
+            prepared.append(parts_of_mean(x, weights[kind], counts[kind]))
+        else:
             # The sum of replica 0's value and zeros is a broadcast, and it can share a buffer with the other sums.
-            x = primitives.only_on(0, x)
-        elif entry.policy.combine is Combine.MEAN and weight is not None:
-            x = jnp.where(weight > 0, x if weight.dtype == jnp.bool_ else x * weight.astype(x.dtype), 0)
-        prepared.append(x)
-    packs = packing.by_length([str(x.dtype) for x in prepared])
-    divisor: Any = lax.axis_size(REPLICA_AXIS)
+            prepared.append([primitives.only_on(0, x) if entry.policy.combine is Combine.FIRST else x])
+    parts, structure = jax.tree.flatten(prepared)
     # With one replica there is nothing to sum, and XLA fails to partition a sum over an axis of size 1 if the replica spans
     # several devices. For a similar failure of `axis_index` see https://github.com/jax-ml/jax/pull/25699.
-    sums = prepared
-    if divisor > 1:
-        sums = primitives.packed(lambda buffers: list(psum(buffers, REPLICA_AXIS)), prepared, packs)
-    if divisor > 1 and padding is not None and any(entry.policy.combine is Combine.MEAN for entry in entries):
-        assert weight is not None
-        divisor = jnp.maximum(psum(weight.astype(jnp.float32), REPLICA_AXIS), 1)
+    if lax.axis_size(REPLICA_AXIS) > 1:
+        packs = packing.by_length([str(x.dtype) for x in parts])
+        parts = primitives.packed(lambda buffers: list(psum(buffers, REPLICA_AXIS)), parts, packs)
     combined = []
-    for entry, total in zip(entries, sums, strict=True):
-        value = total
+    for entry, totals in zip(entries, jax.tree.unflatten(structure, parts), strict=True):
+        dtype = entry.value.dtype
         if entry.policy.combine is Combine.MEAN:
-            mean = total / divisor
+            mean = mean_of_parts(totals, counts[is_integer(dtype)], dtype)
             # If no replica has a real row, the variable keeps its value.
-            value = mean if padding is None else jnp.where(padding.count > 0, mean, entry.initial)
-        combined.append(value.astype(entry.value.dtype))
+            combined.append(mean if padding is None else jnp.where(padding.count > 0, mean, entry.initial))
+        else:
+            combined.append(totals[0].astype(dtype))
     return combined
+
+
+def mean_of_integers(value: jax.Array, counts: jax.Array | None) -> jax.Array:
+    """Returns the mean of a variable of integers over the replicas, in its dtype.
+
+    Args:
+      value: the value of this replica, or its increment.
+      counts: bool scalar. Whether this replica counts. None if all replicas count.
+    """
+    count = _count(counts)
+    return mean_of_parts(psum(parts_of_mean(value, counts, count), REPLICA_AXIS), count, value.dtype)
+
+
+def _count(weight: jax.Array | None) -> Divisor:
+    """Returns the sum of the weights of all replicas, at least 1. None stands for 1."""
+    count = lax.axis_size(REPLICA_AXIS)
+    return count if weight is None or count == 1 else jnp.maximum(psum(weight.astype(jnp.float32), REPLICA_AXIS), 1)
 
 
 def on_demand(
@@ -80,8 +99,11 @@ def on_demand(
 
 def combined(how: Combine, components: Any) -> jax.Array:
     """Returns the value of a variable that is combined on demand from its components, (num_replicas, ...)."""
-    value: jax.Array = components.mean(0) if how is Combine.MEAN else components.sum(0)
-    return value
+    if how is not Combine.MEAN:
+        total: jax.Array = components.sum(0).astype(components.dtype)
+        return total
+    count = len(components)
+    return mean_of_parts([part.sum(0) for part in parts_of_mean(components, None, count)], count, components.dtype)
 
 
 def first_component(policy: Policy, value: jax.Array) -> jax.Array:

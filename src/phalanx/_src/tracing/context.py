@@ -16,6 +16,7 @@ import numpy as np
 
 from phalanx._src import compat
 from phalanx._src.collectives import packing, primitives
+from phalanx._src.collectives.accumulation import term
 from phalanx._src.collectives.cross_device import checked_options
 from phalanx._src.mesh.devices import device_name
 from phalanx._src.mesh.topology import NOWHERE
@@ -133,7 +134,8 @@ class ReplicaContext:
     ) -> PyTree:
         """Sums or averages `value` over the replicas and returns the result on every replica. Call it in replica context.
 
-        If the batch is padded, a mean counts only the replicas that have a real row.
+        If the batch is padded, a mean counts only the replicas that have a real row. Sums have the dtypes of `jnp.sum`, and means those
+        of `jnp.mean`.
 
         The gradient is the all-reduce of the incoming gradient with the same operation, as in tf.distribute. So if a loss
         is all-reduced before it is differentiated, the gradients count the loss of every replica.
@@ -178,7 +180,8 @@ class ReplicaContext:
             return reduce(value)
         leaves, tree = flatten(value)
         arrays = [primitives.to_array(x) for x in leaves]
-        packs = packing.by_bytes([str(x.dtype) for x in arrays], [x.nbytes for x in arrays], options.bytes_per_pack)
+        sizes = [term(op, x).nbytes for x in arrays]
+        packs = packing.by_bytes([str(x.dtype) for x in arrays], sizes, options.bytes_per_pack)
         return tree.unflatten(primitives.packed(reduce, arrays, packs))
 
     def all_gather(self, value: PyTree, axis: int, options: CommunicationOptions | None = None) -> PyTree:

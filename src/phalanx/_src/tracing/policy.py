@@ -22,6 +22,8 @@ Phalanx sets `on_demand` for the gradient accumulators of optimizers, so that a 
 local updates, it sets it for all variables whose values it would combine to a mean. A program that only reads such a variable gets the
 combined value.
 
+The mean of a variable of integers has no fraction, as if a float were assigned: -2.5 becomes -2.
+
 In cross-replica context, an assignment stores the value unchanged, and a read returns the combined value. In update context (in an
 optimizer's update or in `extended.update`), all replicas hold equal gradients, so any assignment is allowed. `assign_add` and
 `assign_sub` combine the increments: on two replicas, `assign_add(1)` under `sum` adds 2.
@@ -81,14 +83,14 @@ def policy_of(variable: Variable) -> Policy:
     """Returns the row of the policy table for `variable`.
 
     Raises:
-      AggregationError: the aggregation is "mean" and the dtype is not floating, or the synchronization is "none".
+      AggregationError: the aggregation is "mean" and the dtype is bool, or the synchronization is "none".
     """
     aggregation, is_floating = variable.aggregation, jnp.issubdtype(variable.dtype, jnp.floating)
-    if aggregation == "mean" and not is_floating:
+    if aggregation == "mean" and variable.dtype == "bool":
         raise AggregationError(
             f'{describe(variable)} with aggregation="mean"',
-            f"the mean of {variable.dtype} values is not a value of dtype {variable.dtype}.",
-            'aggregation="sum", or dtype="float32"',
+            "bools have no mean.",
+            'dtype="float32", or aggregation="only_first_replica"',
         )
     if variable.synchronization == "none":
         raise AggregationError(
