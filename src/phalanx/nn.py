@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Loss scaling for custom training loops, with the function names of `tf.nn`."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -77,7 +75,6 @@ def compute_average_loss(
         )
     mask = None if replica is None else replica.example_mask
     if mask is not None:
-        assert replica is not None
         if mask.shape[0] != loss.shape[0]:
             raise InvalidArgumentError(
                 f"per_example_loss of shape {loss.shape}",
@@ -85,8 +82,8 @@ def compute_average_loss(
                 "one loss per example: dim 0 must hold the rows of the batch",
             )
         loss = jnp.where(over_rows(mask, loss), loss, 0)
-        rows: Any = replica.num_examples
-    else:
+    rows = None if replica is None else replica.num_examples
+    if rows is None:
         rows = loss.shape[0] * (1 if replica is None else replica.num_replicas_in_sync)
     size = rows if global_batch_size is None else _checked_size(global_batch_size)
     return (jnp.where(size == 0, 0, loss.sum() / jnp.maximum(size, 1)) / _own_part()).astype(dtype)

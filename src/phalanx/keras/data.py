@@ -116,9 +116,6 @@ class EpochData:
             num_batches=count,
             num_records=compat.num_rows(adapter) if in_memory else None,
             is_in_memory=in_memory,
-            # Pad each batch only as far as the replicas need. A mean in the user's own code would include padded rows, and
-            # there are none if the number of replicas divides the batch size.
-            one_layout=False,
         )
         source = BatchStream(adapter.get_numpy_iterator, facts, copies=True)
         return strategy.experimental_distribute_dataset(source)

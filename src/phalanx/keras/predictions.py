@@ -1,40 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
 """The outputs of `predict`: the rows of all replicas, in the order of the data."""
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
 
-from phalanx._src.mesh.values import differs, is_distributed
+from phalanx._src.mesh.values import Rows, differs, is_distributed
 from phalanx.typing import PyTree
 
 
-class _ReplicaRows(NamedTuple):
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _ReplicaRows:
     """The outputs of all replicas.
 
     Args:
       data: array (replicas, rows, ...), or (replicas, steps, rows, ...) for stacked steps.
-      mask: bool array of the leading dims of `data`. True for real rows. None if all rows are real.
+      rows: the sizes of the components. None if they are equal.
     """
 
     data: PyTree
-    mask: jax.Array | np.ndarray | None
+    rows: Rows | None = field(metadata={"static": True})
 
 
 def apart(outputs: PyTree) -> PyTree:
     """Replaces per-replica outputs by plain arrays (`_ReplicaRows`), so that they can be replicated on all processes."""
-    return jax.tree.map(_apart_of, outputs, is_leaf=is_distributed)
-
-
-def _apart_of(output: PyTree) -> PyTree:
-    if not differs(output):
-        return output
-    return _ReplicaRows(output.data, None if output.rows is None else output.rows.mask)
+    return jax.tree.map(lambda x: _ReplicaRows(x.data, x.rows) if differs(x) else x, outputs, is_leaf=is_distributed)
 
 
 def rows(outputs: PyTree, steps: int | None) -> PyTree:
-    """Returns the real rows of predictions as NumPy arrays, in the order of the data.
+    """Returns the rows of predictions as NumPy arrays, in the order of the data.
 
     Args:
       outputs: pytree of `_ReplicaRows`.
@@ -46,12 +43,10 @@ def rows(outputs: PyTree, steps: int | None) -> PyTree:
 def _rows_of(output: PyTree, steps: int | None) -> np.ndarray:
     if not isinstance(output, _ReplicaRows):
         return np.asarray(output)
-    data, mask = np.asarray(output.data), None if output.mask is None else np.asarray(output.mask)
-    if steps is not None:
-        # The data is ordered by step first, then by replica.
-        data = np.moveaxis(data, 1, 0)[:steps]
-        mask = None if mask is None else np.moveaxis(mask, 1, 0)[:steps]
-    return data.reshape(-1, *data.shape[2 + (steps is not None) :]) if mask is None else data[mask]
+    data = np.asarray(output.data)
+    parts = list(data) if output.rows is None else [output.rows.cut(x, i) for i, x in enumerate(data)]
+    # The data is ordered by step first, then by replica.
+    return np.concatenate(parts if steps is None else [part[step] for step in range(steps) for part in parts])
 
 
 def joined(outputs: list[Any]) -> PyTree:

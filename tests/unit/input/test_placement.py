@@ -1,4 +1,4 @@
-"""Batches on the devices: one layout for all, and one mask for all leaves."""
+"""Batches on the devices: the rows of each replica, and no others."""
 
 import jax
 import keras
@@ -12,6 +12,7 @@ from phalanx._src.input.placement import Placement
 from phalanx._src.input.sources.adapt import source_of
 from phalanx._src.input.sources.base import Facts, Piece
 from phalanx._src.mesh.topology import Topology
+from phalanx._src.mesh.values import Rows
 from phalanx._src.options import AutoShardPolicy
 from phalanx.errors import InvalidArgumentError
 from phalanx.experimental import ValueContext
@@ -47,15 +48,14 @@ def test_mean_over_rows_is_exact(strategy):
 
 
 def test_nests_keep_their_structure(strategy):
-    """Dicts, tuples, lists and dtypes; all leaves of a padded batch share one mask."""
+    """Dicts, tuples, lists and dtypes; all leaves of a batch have the same numbers of rows."""
     batch = {"x": (np.ones((3, 2), "float16"), [np.arange(3)]), "y": np.array([True, False, True])}
     (got,) = strategy.experimental_distribute_dataset(lambda: iter([batch]))
     assert jax.tree.structure(jax.tree.map(lambda v: 0, got, is_leaf=lambda v: isinstance(v, phalanx.PerReplica))) == (
         jax.tree.structure(jax.tree.map(lambda v: 0, batch))
     )
     assert [got["x"][0].dtype, got["x"][1][0].data.dtype, got["y"].dtype] == ["float16", "int32", "bool"]
-    assert got["x"][0].rows is got["x"][1][0].rows is got["y"].rows
-    assert int(got["y"].rows.count) == 3
+    assert got["x"][0].rows == got["x"][1][0].rows == got["y"].rows == Rows(((2,), (1,)))
 
 
 def test_zero_rows_keep_shape_and_dtype(strategy):
@@ -66,38 +66,29 @@ def test_zero_rows_keep_shape_and_dtype(strategy):
     assert strategy.reduce("SUM", batch, axis=0).tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("steps", [None, 2])
-def test_full_batches_share_one_mask(strategy, steps):
-    """It is put on the devices once, for stacks too; the short batch has its own."""
-    n, counts = (10, [4, 2]) if steps is None else (18, [[4, 4], [2]])
-    dataset = strategy.experimental_distribute_dataset({"x": np.arange(n), "y": np.arange(n)}, batch_size=4)
-    one, two, short = dataset if steps is None else dataset.batches(steps=steps)
-    assert one["x"].rows is one["y"].rows is two["x"].rows is two["y"].rows
-    assert short["x"].rows is short["y"].rows is not one["x"].rows
-    assert [np.asarray(batch["x"].rows.count).tolist() for batch in (one, short)] == counts
+def test_stacks_end_before_a_short_batch(strategy):
+    """All steps of a stack have equal numbers of rows."""
+    stacks = list(strategy.experimental_distribute_dataset(np.arange(23), batch_size=4).batches(steps=2))
+    assert [x.data.shape for x in stacks] == [(2, 2, 2)] * 2 + [(2, 1, 2)] * 2
+    assert [x.rows for x in stacks] == [None, None, None, Rows(((1, 2), (1, 1)))]
+    assert [x.tolist() for x in stacks[-1].values] == [[[20, 21]], [[22]]]
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 4])
-def test_no_mask_where_nothing_is_short(replicas):
-    """The replicas divide the batch size, and the batch size divides the rows; or a short batch is dropped."""
-    for n, kwargs in [(8, {}), (9, {"drop_remainder": True})]:
-        dataset = mirrored(replicas).experimental_distribute_dataset(np.arange(n), batch_size=4, **kwargs)
-        for batch in dataset:
-            assert isinstance(batch, jax.Array) if replicas == 1 else batch.rows is None
-        assert len(list(dataset)) == 2
-
-
-def test_a_mask_where_the_batch_size_does_not_divide():
-    """In all batches: they are one layout."""
-    for batch in mirrored(2).experimental_distribute_dataset(np.arange(6), batch_size=3):
-        assert (int(batch.rows.count), batch.data.shape) == (3, (2, 2))
-        assert batch.rows.mask.tolist() == [[True, True], [True, False]]
+def test_full_batches_have_no_rows_to_tell(replicas):
+    """If the replicas divide a batch, they have equal numbers of rows, whatever the other batches."""
+    dataset = mirrored(replicas).experimental_distribute_dataset(np.arange(9), batch_size=4)
+    *full, short = dataset
+    for batch in full:
+        assert isinstance(batch, jax.Array) if replicas == 1 else batch.rows is None
+    assert isinstance(short, jax.Array) if replicas == 1 else short.rows.counts == (1,) + (0,) * (replicas - 1)
+    assert len(full) == 2
 
 
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
 @pytest.mark.parametrize("n", [24, 30, 35, 3])
-def test_one_program_for_all_batches(replicas, n):
-    """The Python body is called while the first batch is traced, and never again, even in the next epoch."""
+def test_one_program_for_each_size_of_batch(replicas, n):
+    """The Python body is called while the first batch of a size is traced, and never again, even in the next epoch."""
     strategy, calls = mirrored(replicas), []
 
     def step(x):
@@ -105,19 +96,18 @@ def test_one_program_for_all_batches(replicas, n):
         return phalanx.nn.compute_average_loss(x)
 
     dataset = strategy.experimental_distribute_dataset(np.arange(n, dtype="float32"), batch_size=12)
-    iterator, means = iter(dataset), []
-    means.append(strategy.run(step, args=(next(iterator),)))
+    means = [strategy.run(step, args=(batch,)) for batch in dataset]
     first = len(calls)
-    means += [strategy.run(step, args=(batch,)) for batch in (*iterator, *dataset)]
+    means += [strategy.run(step, args=(batch,)) for batch in dataset]
     assert len(calls) == first
     expected = [np.arange(i, min(i + 12, n)).mean() for i in range(0, n, 12)] * 2
     assert [float(strategy.reduce("SUM", x, axis=None)) for x in means] == pytest.approx(expected)
 
 
-def test_larger_batches_grow_the_layout(strategy):
-    """Later ones stay as large."""
+def test_batches_have_room_for_their_rows(strategy):
+    """And for no others: their sizes may vary."""
     one, two, three = strategy.experimental_distribute_dataset(lambda: iter([np.arange(2), np.arange(7), np.arange(3)]))
-    assert [b.data.shape for b in (one, two, three)] == [(2, 1), (2, 4), (2, 4)]
+    assert [b.data.shape for b in (one, two, three)] == [(2, 1), (2, 4), (2, 2)]
     assert [content(b) for b in (one, two, three)] == [[[0], [1]], [[0, 1, 2, 3], [4, 5, 6]], [[0, 1], [2]]]
 
 
@@ -131,7 +121,7 @@ def placed(dataset, shape, batch_size=None):
     """Returns the batches of each worker, as NumPy arrays in their layout: `[step][worker]`."""
     topology, source = Topology.of(["cpu:0"]), source_of(dataset, batch_size)
     feeds = [Feed(source.open(w, AutoShardPolicy.DATA, None)) for w in workers(*shape)]
-    places = [Placement(topology, w, source.facts, fetches=False, agreed=False) for w in workers(*shape)]
+    places = [Placement(topology, w, source.facts, fetches=False) for w in workers(*shape)]
     result = []
     while any(read := [feed.read(1) for feed in feeds]):
         result.append([p.place(s, None) for p, s in zip(places, read, strict=True)])
@@ -140,48 +130,36 @@ def placed(dataset, shape, batch_size=None):
 
 @pytest.mark.parametrize("shape", [(1, 2), (2, 1), (2, 2), (3, 1), (4, 4)])
 @pytest.mark.parametrize(("n", "b"), [(32, 16), (40, 16), (33, 17)])
-def test_workers_have_one_layout(shape, n, b):
-    """Their parts fit together to one global array, whose real rows are all rows."""
-    got, counts = [], []
-    for parts in placed(np.arange(n), shape, b):
-        data = np.concatenate([p.data for p in parts])
-        assert data.shape == (shape[0] * shape[1], -(-b // (shape[0] * shape[1])))
-        masks = [p.rows.mask if p.rows else np.ones_like(p.data, bool) for p in parts]
-        got += data[np.concatenate(masks)].tolist()
-        counts.append({int(p.rows.count) if p.rows else b for p in parts})
+def test_parts_of_workers_fit_together(shape, n, b):
+    """To one global array, whose rows are all rows, in order; all workers know the rows of each other."""
+    got = []
+    for parts, i in zip(placed(np.arange(n), shape, b), range(0, n, b), strict=True):
+        assert {p.data.shape for p in parts} == {(shape[1], -(-min(b, n - i) // (shape[0] * shape[1])))}
+        assert len({p.rows for p in parts}) == 1
+        assert parts[0].rows is None or sum(parts[0].rows.counts) == min(b, n - i)
+        got += [x for p in parts for component in p.values for x in component.tolist()]
     assert got == list(range(n))
-    assert counts == [{min(b, n - i)} for i in range(0, n, b)]
 
 
 @pytest.mark.parametrize("steps", [1, 2])
-def test_a_full_part_of_a_short_batch(steps):
-    """The number of rows is that of all workers, even if this worker's replicas are full."""
+def test_rows_that_workers_have_agreed_on(steps):
+    """The numbers of rows are those of all workers, even if this worker's replicas are full."""
     worker = workers(2, 1)[0]
     (step,) = Feed(source_of(np.arange(8), 8).open(worker, AutoShardPolicy.DATA, None)).read(1)
-    placement = Placement(Topology.of(["cpu:0"]), worker, Facts(batch_size=8), fetches=False, agreed=True)
-    room = None if steps == 1 else steps
-    for rows in (8, 4, 8):
-        batch = placement.place([step._replace(rows=rows)] * steps, room)
-        assert np.ravel(batch.rows.count).tolist() == [rows] * steps
+    placement = Placement(Topology.of(["cpu:0"]), worker, Facts(batch_size=8), fetches=False)
+    for counts in ((4, 4), (4, 0), (4, 2)):
+        batch = placement.place([step._replace(rows=sum(counts), counts=counts)] * steps, None if steps == 1 else steps)
+        sizes = [(count,) if steps == 1 else (steps, count) for count in counts]
+        assert batch.rows == (None if counts == (4, 4) else Rows(tuple(sizes)))
 
 
 @pytest.mark.parametrize(("shape", "n", "b"), [((2, 1), 1, 4), ((2, 2), 6, 2), ((4, 1), 5, 3), ((3, 2), 13, 12)])
 @pytest.mark.parametrize("kind", ["arrays", "stream"])
 def test_workers_without_a_row(shape, n, b, kind):
-    """A worker may have none in the first batch, or in any: it continues with a batch that is all padding."""
+    """A worker may have none in the first batch, or in any: it goes on with a batch of padding."""
     batches = lambda: iter([np.arange(i, min(i + b, n)) for i in range(0, n, b)])  # noqa: E731
     dataset = placed(np.arange(n), shape, b) if kind == "arrays" else placed(batches, shape)
-    got = []
-    for parts in dataset:
-        data, mask = (np.concatenate(x) for x in ([p.data for p in parts], [p.rows.mask for p in parts]))
-        got += data[mask].tolist()
-    assert got == list(range(n))
-
-
-def test_workers_grow_together():
-    """A later batch is larger, by a row that one worker alone has."""
-    _, parts = placed(lambda: iter([np.arange(4), np.arange(5)]), (2, 1))
-    assert {p.data.shape for p in parts} == {(1, 3)}
+    assert [x for parts in dataset for p in parts for y in p.values for x in y.tolist()] == list(range(n))
 
 
 def test_feed_keeps_failures_in_their_place():
@@ -202,14 +180,12 @@ def test_feed_keeps_failures_in_their_place():
 
 
 def test_a_worker_that_has_run_out():
-    """Its batches keep the layout, and are masked throughout."""
-    (worker,) = workers(1, 2)
-    (step,) = Feed(source_of(np.arange(4), 4).open(worker, AutoShardPolicy.DATA, None)).read(1)
-    placement = Placement(Topology.of(["cpu:0"]), worker, Facts(batch_size=4), fetches=False, agreed=True)
-    full = placement.place([step], None)
-    ended = placement.place([Step(Piece([np.array([9])], [0, 0], 0), 3, 2, None)], None)
-    assert ended.data.shape == full.data.shape
-    assert (ended.rows.mask.any(), int(ended.rows.count), ended.data.tolist()) == (False, 3, [[9, 9], [9, 9]])
+    """Its batches have room for the rows of another worker, and none of its own."""
+    worker = workers(2, 2)[1]
+    placement = Placement(Topology.of(["cpu:0"]), worker, Facts(batch_size=4), fetches=False)
+    ended = placement.place([Step(Piece([np.array([9])], [0, 0], 0), 3, [2, 1, 0, 0], None)], None)
+    assert ended.data.tolist() == [[9, 9], [9, 9]]
+    assert [x.tolist() for x in ended.values] == [[], []]
 
 
 def test_three_levels_of_inputs(strategy):

@@ -33,17 +33,15 @@ def test_split_holds_every_row_once(counts):
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_masks_sum_to_the_rows(shape):
-    """Whatever the rows and the batch size, in one layout for all batches; shares differ by at most one."""
+def test_shares_sum_to_the_rows(shape):
+    """Whatever the rows and the batch size; shares differ by at most one, and all workers know those of all."""
     for n in range(41):
         for b in range(1, 10):
-            room, real = InputWorker(0, *shape).room(b)[0], 0
             for size in batch_sizes(n, b):
-                masks = np.concatenate([split(w.shares(size), room).mask for w in workers(*shape)])
-                assert masks.shape == (shape[0] * shape[1], room)
-                assert np.ptp(masks.sum(axis=1)) <= 1
-                real += int(masks.sum())
-            assert real == n
+                counts = [count for w in workers(*shape) for count in w.shares(size)]
+                assert sum(counts) == size
+                assert np.ptp(counts) <= 1
+                assert all(w.all_shares(size) == counts for w in workers(*shape))
 
 
 @settings(max_examples=200)
@@ -70,9 +68,3 @@ def test_one_worker_has_everything():
     assert not InputWorker(1, 2, 3).is_chief
     assert InputWorker(1, 2, 3).num_replicas == 6
     assert (worker.rows(7), list(worker.files(3)), worker.shares(7)) == (range(7), [0, 1, 2], [7])
-
-
-@pytest.mark.parametrize(("rows", "replicas", "expected"), [(0, 3, 1), (1, 3, 1), (3, 3, 1), (4, 3, 2), (9, 1, 9)])
-def test_places_fit_the_widest_replica(rows, replicas, expected):
-    """As many as the widest replica needs, and one at least: no program has arrays without rows."""
-    assert InputWorker(0, replicas).room(rows)[0] == expected

@@ -10,7 +10,7 @@ import pytest
 
 import phalanx
 from phalanx import Mirrored, PerReplica
-from phalanx._src.mesh.values import ReplicaLocal, RowMask, is_distributed, map_leaves
+from phalanx._src.mesh.values import ReplicaLocal, Rows, is_distributed, map_leaves
 from phalanx.errors import ContextError
 
 
@@ -199,9 +199,14 @@ def test_map_leaves_takes_values_whole(value):
     assert map_leaves(type, [value, 1, {"m": Mirrored([1, 2])}]) == [PerReplica, int, {"m": Mirrored}]
 
 
-def test_row_masks_are_compared_by_identity():
-    """Leaves of one batch share one mask object."""
-    mask = np.ones((2, 1), bool)
-    a, b = RowMask(mask, 2), RowMask(mask, 2)
-    assert a != b
-    assert a == a  # noqa: PLR0124
+def test_rows_tell_what_is_real():
+    """Of components that differ in some dims, also for stacked steps; equal sizes are equal values."""
+    rows = Rows(((3, 2), (1, 2)))
+    assert (rows.counts, rows.dims) == ((3, 1), (0,))
+    assert rows == Rows(((3, 2), (1, 2)), first=1)
+    assert rows.mask((2, 3, 2, 5))[:, :, 0].tolist() == [[True] * 3, [True, False, False]]
+    assert rows.cut(np.ones((3, 2, 5)), 1).shape == (1, 2, 5)
+    assert rows.of_steps(4).sizes == ((4, 3, 2), (4, 1, 2))
+    assert rows.of_steps(4).without_dims(1) == rows
+    assert Rows.of_counts([2, 2]) is None
+    assert Rows.of_counts([0, 0]).dims == (0,)

@@ -20,10 +20,6 @@ def batch_of(strategy, *rows, shape=()):
     return batch
 
 
-def real_sum(x):
-    return jnp.where(phalanx.get_replica_context().example_mask, x, 0).sum()
-
-
 AVERAGED = [{"aggregation": "none"}, {"aggregation": "mean"}, {"aggregation": "mean", "synchronization": "on_read"}]
 
 
@@ -35,7 +31,7 @@ def test_variables_average_replicas_with_rows(strategy, kwargs):
 
     def step(x):
         loss.assign(phalanx.nn.compute_average_loss(x))
-        mean.assign(real_sum(x) / phalanx.get_replica_context().example_mask.sum())
+        mean.assign(x.sum() / x.shape[0])
         increased.assign_add(x.max())
 
     strategy.run(step, args=(batch_of(strategy, 5.0),))
@@ -48,7 +44,7 @@ def test_sums_count_zero_without_rows(strategy):
     with strategy.scope():
         v = keras.Variable(0.0, trainable=False, aggregation="sum")
     for batch in (batch_of(strategy, 5.0), batch_of(strategy)):
-        strategy.run(lambda x: v.assign_add(real_sum(x)), args=(batch,))
+        strategy.run(lambda x: v.assign_add(x.sum()), args=(batch,))
     assert float(v) == 5
 
 
@@ -66,7 +62,7 @@ def test_batch_normalization_uses_real_rows(strategy):
 
 
 def test_all_reduce_averages_replicas_with_rows(strategy):
-    """A mean over the replicas that have a row; on all replicas, through shared buffers too; zero if none has one."""
+    """They alone count in a sum and a mean; on all replicas, through shared buffers too; zero if none has a row."""
     packed = phalanx.experimental.CommunicationOptions(bytes_per_pack=8)
 
     def step(x):
@@ -76,7 +72,7 @@ def test_all_reduce_averages_replicas_with_rows(strategy):
 
     count = strategy.num_replicas_in_sync
     mean, shared, total = strategy.run(step, args=(batch_of(strategy, 5.0),))
-    for found, expected in [(mean["a"], 5), (mean["b"], 10), (shared[0], 5), (shared[1], 6), (total, count)]:
+    for found, expected in [(mean["a"], 5), (mean["b"], 10), (shared[0], 5), (shared[1], 6), (total, 1)]:
         assert [float(v) for v in found.values] == [expected] * count
     step = lambda x: phalanx.get_replica_context().all_reduce("MEAN", x.sum() + 3)  # noqa: E731
     assert float(strategy.run(step, args=(batch_of(strategy),)).values[0]) == 0
@@ -99,14 +95,13 @@ def test_reduce_over_rows(strategy):
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_metrics_see_real_rows_only(strategy, weighted):
-    """With the mask as weights they see real rows only; with weights of one's own, too."""
+    """With and without weights of one's own."""
     with strategy.scope():
         metric = keras.metrics.Mean()
 
     def step(batch):
         x, weight = batch
-        mask = phalanx.get_replica_context().example_mask
-        metric.update_state(x, sample_weight=mask * weight if weighted else mask)
+        metric.update_state(x, sample_weight=weight if weighted else None)
 
     rows = np.arange(7, dtype="float32")
     for batch in strategy.experimental_distribute_dataset((rows, rows), batch_size=6):
@@ -133,7 +128,7 @@ def test_float16_losses_and_moments_do_not_overflow():
     """4,096 values of 20, whose sum is no float16, as `jnp.mean` of them."""
     values, replica = jnp.full((4096, 1), 20, "float16"), phalanx.get_replica_context()
     loss = reduce_rows(replica, values, jnp.ones(()), "sum_over_batch_size", is_averaging=True)
-    mean, variance = moments(values, jnp.ones_like(values, bool), (0,), replicas=1)
+    mean, variance = moments(replica, values, jnp.ones_like(values, bool), (0,), everywhere=False)
     assert [(x.dtype, x.tolist()) for x in (loss, mean, variance)] == [
         ("float16", 20.0),
         ("float16", [20.0]),
@@ -141,15 +136,16 @@ def test_float16_losses_and_moments_do_not_overflow():
     ]
 
 
-def test_mask_and_number_of_rows():
-    """A replica function can ask for them: three rows on two replicas are two and one, and a place without a row."""
+def test_replica_knows_its_rows():
+    """And the number of all, if replicas have different numbers; there is no padding to leave out."""
     strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
 
     def step(x):
         context = phalanx.get_replica_context()
-        return context.example_mask, context.num_examples
+        return x, context.num_examples, context.example_mask, jnp.asarray(context.weight)
 
-    for n, expected in [(3, [[True, True], [True, False]]), (1, [[True], [False]]), (0, [[False], [False]])]:
-        mask, count = strategy.run(step, args=(batch_of(strategy, *range(n)),))
-        assert [m.tolist() for m in mask.data] == expected
-        assert [int(v) for v in count.values] == [n, n]
+    for n, shares in [(4, [[0, 1], [2, 3]]), (3, [[0, 1], [2]]), (1, [[0], []]), (0, [[], []])]:
+        rows, count, mask, weight = strategy.run(step, args=(batch_of(strategy, *range(n)),))
+        assert [x.tolist() for x in rows.values] == shares
+        assert (count, mask) == (None if n == 4 else n, None)
+        assert [float(x) for x in weight.values] == pytest.approx([len(x) / max(n, 1) for x in shares])

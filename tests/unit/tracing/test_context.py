@@ -144,11 +144,13 @@ def test_misuse_of_strategies_is_refused(strategy, call, match):
         call(strategy)
 
 
-def test_two_different_masks(strategy):
-    """Which one is meant cannot be known."""
+def test_two_batches_of_different_sizes(strategy):
+    """Each replica has its rows of both. Whose number of rows is meant cannot be known."""
     a, b = (next(iter(strategy.experimental_distribute_dataset([np.ones(n)]))) for n in (3, 5))
-    with pytest.raises(InputError, match="2 batches with different padding were passed to run"):
-        strategy.run(lambda a, b: REPLICA().example_mask, args=(a, b))
+    sizes = strategy.run(lambda a, b: (a.shape[0], b.shape[0], a.sum() + b.sum()), args=(a, b))
+    assert [[int(x) for x in size.values] for size in sizes] == [[2, 1], [3, 2], [5, 3]]
+    with pytest.raises(InputError, match="2 batches with different numbers of rows per replica were passed to run"):
+        strategy.run(lambda a, b: REPLICA().num_examples, args=(a, b))
 
 
 def test_set_strategy_holds_until_none(strategy):

@@ -5,7 +5,7 @@ They run under `jax.shard_map(..., check_vma=False)`, where `psum` transposes to
 the all-reduce of the gradient, as in tf.distribute.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import jax
@@ -133,15 +133,16 @@ def all_reduce(
       op: SUM or MEAN. The dtypes are those of `accumulation`.
       tree: pytree of the arrays of this replica. Shapes must agree between replicas.
       num_replicas: size of the replica axis; 1 outside a mapped program.
-      counts: bool scalar. Whether this replica counts in a mean. None if all replicas count. If none counts, the mean is 0.
+      counts: bool scalar. Whether this replica counts. None if all replicas count. If none counts, the result is 0.
       wire_dtype: dtype in which wider floats are sent. None sends them in their own dtype.
     """
     leaves, structure = jax.tree.flatten(tree, is_leaf=differs)
     arrays = [to_array(x) for x in leaves]
     results = [term(op, x) for x in arrays]
     divisor: Divisor = num_replicas
-    if num_replicas > 1 and op is ReduceOp.MEAN and counts is not None:
+    if counts is not None:
         results = [jnp.where(counts, x, 0) for x in results]
+    if counts is not None and num_replicas > 1 and op is ReduceOp.MEAN:
         divisor = jnp.maximum(psum(jnp.asarray(counts, jnp.int32), REPLICA_AXIS), 1)
     if num_replicas > 1:
         results = sums(results, wire_dtype)
@@ -152,8 +153,16 @@ def all_reduce(
     return reduced
 
 
-def all_gather(tree: PyTree, dim: int, num_replicas: int) -> PyTree:
+def all_gather(
+    tree: PyTree, dim: int, num_replicas: int, sizes_of: Callable[[int], Sequence[int] | None] | None = None
+) -> PyTree:
     """Returns a pytree whose leaves are concatenated over the replicas along `dim`, in replica order.
+
+    Args:
+      tree: pytree of the arrays of this replica.
+      dim: the dim.
+      num_replicas: size of the replica axis.
+      sizes_of: function of the size of the dim of the next leaf. Returns its size on each replica, or None if they are equal.
 
     Raises:
       ReduceOpError: a leaf does not have this dim.
@@ -164,12 +173,24 @@ def all_gather(tree: PyTree, dim: int, num_replicas: int) -> PyTree:
         dim_ = canonical_dim(dim, array.ndim, "axis")
         if num_replicas == 1:
             return array
+        sizes = None if sizes_of is None else sizes_of(array.shape[dim_])
+        if sizes is not None:
+            return _gathered(array, dim_, sizes)
         if not array.size:  # XLA has no collectives for empty arrays.
             return jnp.concatenate([array] * num_replicas, axis=dim_)
         gathered: jax.Array = lax.all_gather(array, REPLICA_AXIS, axis=dim_, tiled=True)
         return gathered
 
     return jax.tree.map(gather, tree, is_leaf=differs)
+
+
+def _gathered(array: jax.Array, dim: int, sizes: Sequence[int]) -> jax.Array:
+    """Returns the concatenation of arrays of different sizes. They are sent with room for the largest."""
+    widths = [(0, max(0, max(sizes) - array.shape[dim]) if d == dim else 0) for d in range(array.ndim)]
+    parts = lax.all_gather(jnp.pad(array, widths), REPLICA_AXIS)
+    return jnp.concatenate(
+        [lax.slice_in_dim(part, 0, size, axis=dim) for part, size in zip(parts, sizes, strict=True)], axis=dim
+    )
 
 
 def broadcast(tree: T, num_replicas: int, source: int = 0) -> T:

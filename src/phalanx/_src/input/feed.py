@@ -31,12 +31,10 @@ class Form:
       steps: number of steps to stack. None for single batches.
       places: number of steps that the stack has room for, so that a short stack keeps the shape of a full one. None for
         the number of steps it holds.
-      alike: whether a stack ends before the first batch of another size.
     """
 
     steps: int | None = None
     places: int | None = None
-    alike: bool = False
 
     def room(self, count: int) -> int | None:
         """Returns the number of steps that a stack of `count` steps has room for; None for a single batch."""
@@ -49,20 +47,20 @@ class Step(NamedTuple):
     Args:
       piece: rows of this worker.
       rows: rows of the global batch, that is, of all workers together.
-      widest: the largest number of rows that one replica of any worker has.
+      counts: rows of each replica: of all workers if they had to agree on them, else of this worker.
       state: position of the reader after this step. None if the position has not moved.
     """
 
     piece: Piece
     rows: int
-    widest: int
+    counts: Sequence[int]
     state: State | None
 
 
-def split(steps: list[Step], form: Form) -> tuple[list[Step], list[Step]]:
-    """Returns the steps that make the next batch, and the remaining steps."""
-    mismatches = (i for i, step in enumerate(steps) if step.rows != steps[0].rows or step.widest != steps[0].widest)
-    end = next(mismatches, len(steps)) if form.alike else len(steps)
+def split(steps: list[Step]) -> tuple[list[Step], list[Step]]:
+    """Returns the steps that make the next batch, and the remaining steps. A stack ends before a step with other numbers of rows."""
+    first = (steps[0].rows, *steps[0].counts) if steps else ()
+    end = next((i for i, step in enumerate(steps) if (step.rows, *step.counts) != first), len(steps))
     return steps[:end], steps[end:]
 
 
@@ -156,7 +154,7 @@ class Feed:
             return None
         if self._copies:
             piece = piece._replace(parts=jax.tree.map(copied, list(piece.parts)))
-        return Step(piece, piece.rows or 0, max(piece.counts, default=0), self._reader.get_state())
+        return Step(piece, piece.rows or 0, piece.counts, self._reader.get_state())
 
 
 @final
@@ -210,7 +208,7 @@ def _reads(feed: Feed, place: Place, form: Form) -> Callable[[], Batch | None]:
     def read() -> Batch | None:
         steps = feed.read(form.steps or 1)
         if len(steps) > 1:
-            steps, left = split(steps, form)
+            steps, left = split(steps)
             feed.put_back(left)
         return Batch(place(steps, form.room(len(steps))), steps) if steps else None
 

@@ -175,7 +175,7 @@ class DistributedIterator(AbstractIterator):
           OutOfRangeError: there is no further batch.
         """
         require_outside_programs("Strategy.run_steps")
-        batch = self._next(Form(steps, room or steps, alike=not self._plan.source.facts.one_layout))
+        batch = self._next(Form(steps, room or steps))
         if batch is None:
             raise _at_end("the next steps of an iterator")
         return batch.value, len(batch.steps)
@@ -322,7 +322,7 @@ class DistributedIterator(AbstractIterator):
         if not self._topology.has_devices:
             return _unplaced
         facts, fetches = self._plan.source.facts, self._options.fetches_to_device
-        return Placement(self._topology, self._worker, facts, fetches=fetches, agreed=self._plan.agreed).place
+        return Placement(self._topology, self._worker, facts, fetches=fetches).place
 
     def _next(self, form: Form) -> Batch | None:
         batch = self._read(form)

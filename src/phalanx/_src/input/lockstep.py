@@ -60,7 +60,7 @@ class Lockstep(AbstractBatches):
         self._place, self._worker, self._exchange = place, worker, exchange
         # Steps of this worker that were read for an exchange and not yet used.
         self._own: deque[Step] = deque()
-        # Per agreed step, an int32 array (workers, 4): see `_agree`.
+        # Per agreed step, an int32 array (workers, 2 + replicas): see `_agree`.
         self._agreed: deque[np.ndarray] = deque()
         self._returned: deque[Step] = deque()
         # One row of any worker's data, to pad batches for which this worker has no rows.
@@ -72,7 +72,7 @@ class Lockstep(AbstractBatches):
         steps: list[Step] = []
         while len(steps) < (form.steps or 1) and (step := self._step()) is not None:
             steps.append(step)
-        steps, left = split(steps, form)
+        steps, left = split(steps)
         self._returned.extendleft(reversed(left))
         return Batch(self._place(steps, form.room(len(steps))), steps) if steps else None
 
@@ -97,29 +97,29 @@ class Lockstep(AbstractBatches):
         if not self._agreed:
             self._agree()
         # At the end of the data the entry is not removed, so that later calls return None without another exchange.
-        goes_on, all_rows, all_widest, wholes = self._agreed[0].T
-        if not goes_on.any():
+        plans = self._agreed[0]
+        if not plans[:, 0].any():
             return None
-        _require_same_batch(wholes)
+        _require_same_batch(plans[:, 1])
         self._agreed.popleft()
-        rows, widest = int(all_rows.sum()), int(all_widest.max())
+        counts: list[int] = plans[:, 2:].ravel().tolist()
         if self._own:
             step = self._own.popleft()
-            return Step(step.piece, rows, widest, step.state)
+            return Step(step.piece, sum(counts), counts, step.state)
         # This worker has no rows left, but must take part in the collectives of the step.
-        return Step(Piece([self._padding], [0] * self._worker.replicas, rows), rows, widest, None)
+        return Step(Piece([self._padding], [0] * self._worker.replicas, sum(counts)), sum(counts), counts, None)
 
     def _agree(self) -> None:
         """Exchanges with the other workers what each has for the next `AHEAD` steps. A collective call.
 
-        The columns of a plan are: whether there is a step, its rows on this worker, the rows of its widest replica, and the
-        rows of the global batch if this worker knows them.
+        The columns of a plan are: whether there is a step, the rows of the global batch if this worker knows them, and the rows of
+        each of its replicas.
 
         Raises:
           InputError: the data of another worker failed.
           Exception: the data of this worker raised it.
         """
-        plans, failure = np.zeros((AHEAD, 4), np.int32), None
+        plans, failure = np.zeros((AHEAD, 2 + self._worker.replicas), np.int32), None
         try:
             self._readings = reading = self._readings or self._start()
             while len(self._own) < AHEAD and (step := reading.get()) is not None:
@@ -127,7 +127,7 @@ class Lockstep(AbstractBatches):
         except Exception as e:  # Tell the others before raising it, because they wait for this worker in the exchange.
             failure = e
         for plan, step in zip(plans, self._own, strict=False):
-            plan[:] = 1, sum(step.piece.counts), step.widest, step.rows
+            plan[:] = 1, step.rows, *step.counts
         all_plans = self._exchange(np.full_like(plans, _FAILED) if failure else plans)
         if failure is not None:
             raise failure

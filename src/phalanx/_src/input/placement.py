@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Places rows of the host on the devices of the replicas, as one global array per leaf.
 
-XLA compiles one program per shape. A dataset therefore keeps one layout, `places` rows per replica, and a batch with fewer
-rows is padded and carries a mask of the real rows.
+All replicas have arrays of equal shapes. If they have different numbers of rows, the arrays have room for the most, and what is
+real comes first.
 """
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from operator import attrgetter
 from typing import Any
 
 import jax
@@ -20,7 +19,7 @@ from phalanx._src.input.shard import InputWorker
 from phalanx._src.input.sources.base import Facts, Piece
 from phalanx._src.mesh.arrays import as_number, copied, is_array, is_shared_by_cpu, map_named
 from phalanx._src.mesh.topology import Topology
-from phalanx._src.mesh.values import PerReplica, RowMask, flatten, is_distributed
+from phalanx._src.mesh.values import PerReplica, Rows, flatten, is_distributed
 from phalanx.errors import InputError, InvalidArgumentError, arguments
 from phalanx.typing import PyTree
 
@@ -54,11 +53,6 @@ class ValueContext:
         return f"ValueContext(replica {self.replica_id_in_sync_group} of {self.num_replicas_in_sync})"
 
 
-_MASKS_KEPT = 4
-"""Number of masks that are kept on the devices. A dataset usually has two: of full batches, and of the last one."""
-_ROWS = attrgetter("rows")
-
-
 _wrapping: list[bool] = []
 """Not empty while the only replica of a strategy gets a `PerReplica`, too."""
 
@@ -74,21 +68,17 @@ def always_per_replica() -> Iterator[None]:
 
 
 class Placement:
-    """Places the pieces of one dataset on the devices, in one layout unless the dataset forbids it.
+    """Places the pieces of one dataset on the devices.
 
     Args:
       topology: devices of the replicas.
       worker: the worker that read the pieces.
       facts: what is known about the dataset.
       fetches: whether to transfer to the devices. If not, the leaves are NumPy arrays in the same layout.
-      agreed: whether the workers read different rows, so that any of them may run out first.
     """
 
-    def __init__(self, topology: Topology, worker: InputWorker, facts: Facts, *, fetches: bool, agreed: bool) -> None:
-        self._topology, self._worker, self._facts = topology, worker, facts
-        self._fetches, self._agreed = fetches, agreed
-        self._places, self._sizes = worker.room(facts.batch_size) if facts.batch_size else (0, ())
-        self._masks: dict[Any, RowMask] = {}
+    def __init__(self, topology: Topology, worker: InputWorker, facts: Facts, *, fetches: bool) -> None:
+        self._topology, self._worker, self._fetches = topology, worker, fetches
         # JAX on CPU may use the memory of an aligned NumPy array instead of copying it: jax-ml/jax#37830. Arrays that are
         # not in memory were copied when they were read.
         self._may_share = facts.is_borrowed and facts.is_in_memory and topology.devices[0].platform == "cpu"
@@ -97,66 +87,33 @@ class Placement:
         """Places one batch, or a stack of batches.
 
         Args:
-          steps: rows of this worker, per step.
+          steps: rows of this worker, per step. All steps have equal numbers of rows.
           room: number of steps that the stack has room for. None for the batch of one step.
 
         Returns:
-          A pytree of `PerReplica`. A pytree of arrays if there is one replica and no batch can be short.
+          A pytree of `PerReplica`. A pytree of arrays if there is one replica, and the batch is not empty.
         """
-        if self._facts.one_layout:
-            self._grow(steps)
-        else:
-            places, self._sizes = self._worker.room(steps[0].rows)
-            self._places = max(steps[0].widest, places)
-        places, replicas = self._places, self._worker.num_replicas
-        is_full = {*map(_ROWS, steps)} == {places * replicas}
+        counts, replicas = self._counts(steps[0]), self._worker.num_replicas
+        first = 0 if self._fetches else self._worker.index * self._worker.replicas
+        rows, places = Rows.of_counts(counts, first), max(1, *counts)
         parts = steps[0].piece.parts
-        # One replica and no short batches: return plain arrays, which are cheaper than `PerReplica`.
-        if room is None and is_full and replicas == 1 and not self._is_masked and not _wrapping:
+        # One replica: return plain arrays, which are cheaper than `PerReplica`.
+        if room is None and rows is None and replicas == 1 and not _wrapping:
             return self._topology.put_replicated(jax.tree.map(self._own, parts[0])) if self._fetches else parts[0]
-        mask = self._mask(steps, room) if self._is_masked or not is_full else None
         # Batches of a dataset function may be on their devices already. Join them without a copy through the host.
-        if room is None and is_full and _are_on_devices(parts):
-            return jax.tree.map(lambda *xs: PerReplica(self._topology.join_per_replica(xs), mask), *parts)
+        if room is None and rows is None and _are_on_devices(parts):
+            return jax.tree.map(lambda *xs: PerReplica(self._topology.join_per_replica(xs)), *parts)
         flat = [self._local(step.piece, places) for step in steps]
         leaves, tree = flat[0]
         if room is not None:
             leaves = [_stacked(arrays, room) for arrays in zip(*(each for each, _ in flat), strict=True)]
-        return tree.unflatten([PerReplica(x, mask) for x in self._put(leaves)])
+            rows = rows and rows.of_steps(room)
+        return tree.unflatten([PerReplica(x, rows) for x in self._put(leaves)])
 
-    def _grow(self, steps: Sequence[Step]) -> None:
-        """Grows the layout to fit these batches. All workers compute the same size, from numbers that they agreed on."""
-        for step in steps:
-            places, sizes = self._worker.room(step.rows)
-            if max(step.widest, places) > self._places:
-                self._places, self._sizes = max(step.widest, places), sizes
-        self._places = self._places or 1
-
-    @property
-    def _is_masked(self) -> bool:
-        """Whether all batches carry a mask. Full ones do too if others may be short, so that one program fits all."""
-        if not self._facts.one_layout:
-            return False
-        full_size = self._places * self._worker.num_replicas
-        return self._agreed or not self._facts.is_full or (self._facts.batch_size or full_size) != full_size
-
-    def _mask(self, steps: Sequence[Step], room: int | None) -> RowMask:
-        # A mask depends only on numbers of rows, so batches with equal numbers share one array on the devices.
-        key = (room, self._places, *((step.rows, *step.piece.counts) for step in steps))
-        known = self._masks.get(key)
-        if known is not None:
-            return known
-        place = np.arange(self._places)
-        masks = [place < np.asarray(step.piece.counts)[:, None] for step in steps]
-        if room is None:
-            made = RowMask(self._put(masks[:1])[0], steps[0].rows, sizes=self._sizes)
-        else:
-            rows = np.zeros(room, np.int32)
-            rows[: len(steps)] = [step.rows for step in steps]
-            made = RowMask(self._put([_stacked(masks, room)])[0], rows, sizes=self._sizes)
-        if len(self._masks) < _MASKS_KEPT:  # Full batches come first and are by far the most frequent.
-            self._masks[key] = made
-        return made
+    def _counts(self, step: Step) -> Sequence[int]:
+        """Returns the numbers of rows of all replicas."""
+        is_of_all = len(step.counts) == self._worker.num_replicas
+        return step.counts if is_of_all else self._worker.all_shares(step.rows)
 
     def _local(self, piece: Piece, places: int) -> tuple[list[Any], Any]:
         """Returns the rows of this worker as arrays (local_replicas, places, ...), and their tree structure."""
@@ -206,7 +163,8 @@ def _padded_stack(parts: Sequence[Any], places: int) -> np.ndarray:
                 "pad the rows to one shape",
             )
         row[: len(array)] = array
-        row[len(array) :] = widest[-1:]
+        if len(widest):  # Otherwise there is no row to pad with.
+            row[len(array) :] = widest[-1:]
     return out
 
 
@@ -241,7 +199,7 @@ def distribute_values(values: Sequence[Any], topology: Topology) -> PyTree:
     """Returns a pytree of `PerReplica`.
 
     Args:
-      values: one pytree per local replica. Arrays may differ in dim 0; the shorter ones are padded and masked.
+      values: one pytree per local replica. Arrays may differ in dim 0.
       topology: devices of the replicas.
 
     Raises:
@@ -282,7 +240,5 @@ def _stack(parts: Sequence[Any], topology: Topology) -> PerReplica:
     all_counts = topology.exchange(counts)
     if (all_counts == counts[0]).all():
         return PerReplica(topology.put_per_replica([np.stack(arrays)])[0])
-    widest = int(all_counts.max())
-    mask = np.arange(widest) < counts[:, None]
-    data, placed = topology.put_per_replica([_padded_stack(arrays, widest), mask])
-    return PerReplica(data, RowMask(placed, int(all_counts.sum())))
+    rows = Rows(tuple((count,) for count in all_counts.ravel().tolist()))
+    return PerReplica(topology.put_per_replica([_padded_stack(arrays, max(rows.counts))])[0], rows)

@@ -57,17 +57,10 @@ class InputWorker:
         first = (self.index if worker is None else worker) * self.replicas
         return range(*self._starts(rows, (first, first + self.replicas)))
 
-    def room(self, rows: int) -> tuple[int, tuple[int, ...]]:
-        """Returns what a batch of `rows` rows needs on all replicas.
-
-        Returns:
-          The number of rows that every replica needs room for, at least 1; and the smaller shares of replicas, if shares are
-          unequal by weight.
-        """
-        if not self.weights:
-            return max(1, -(-rows // self.num_replicas)), ()
-        *smaller, largest = sorted({*np.diff(np.rint(self._ends * rows)).astype(int).tolist()})
-        return max(1, largest), tuple(smaller)
+    def all_shares(self, rows: int) -> list[int]:
+        """Returns the number of rows that each replica of all workers gets from a global batch of `rows` rows."""
+        starts = self._starts(rows, range(self.num_replicas + 1))
+        return list(map(sub, starts[1:], starts))
 
     @cached_property
     def _ends(self) -> np.ndarray:

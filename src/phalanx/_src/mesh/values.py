@@ -3,7 +3,7 @@
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, TypeGuard, final
 
@@ -19,62 +19,60 @@ from phalanx.errors import ContextError, InvalidArgumentError
 from phalanx.typing import PyTree
 
 
-@dataclass(frozen=True, eq=False)
-class RowMask:
-    """The padding mask of a batch. Masks are compared by identity, because the leaves of a batch share one mask.
+@dataclass(frozen=True)
+class Rows:
+    """The sizes of the components of a value, if they are not equal.
+
+    Arrays have room for the largest component. What is real comes first, and the rest is padding.
 
     Args:
-      mask: bool array (num_replicas, per_replica_batch), or (num_replicas, steps, per_replica_batch) for several steps.
-        True for real rows.
-      count: number of real rows in the global batch: a scalar, or an array (steps,) for several steps.
-      each: number of rows of a value per row of the batch.
-      sizes: if replicas have unequal shares, the numbers of rows of a full batch that some have, except for the largest, in ascending
-        order.
+      sizes: for each replica of all processes, the sizes of the leading dims of its component, up to the last dim in which the
+        components differ. Most often this is the number of its rows.
+      first: number of the first replica of an array that has those of this process only.
     """
 
-    mask: jax.Array
-    count: Any
-    each: int = 1
-    sizes: tuple[int, ...] = ()
-
-    def repeated(self, each: int) -> "RowMask":
-        """Returns the mask of values that have `each` rows per row of this mask."""
-        if each == 1:
-            return self
-        if each not in self._repeated:
-            self._repeated[each] = RowMask(jnp.repeat(self.mask, each, axis=-1), self.count * each, each)
-        return self._repeated[each]
-
-    @cached_property
-    def _repeated(self) -> "dict[int, RowMask]":
-        return {}
+    sizes: tuple[tuple[int, ...], ...]
+    first: int = field(default=0, compare=False)
 
     @staticmethod
-    def stacked(masks: "Sequence[RowMask]") -> "RowMask":
-        """Returns the masks of several steps as one."""
-        return RowMask(jnp.stack([m.mask for m in masks], axis=1), jnp.stack([m.count for m in masks]))
-
-    @property
-    def row_dim(self) -> int:
-        """The dim of a component that holds the rows: 1 if dim 0 holds the steps, else 0."""
-        return len(self.mask.shape) - 2
-
-    @property
-    def has_rows(self) -> jax.Array:
-        """Whether this replica has a real row. Only inside a replica function, as a traced bool."""
-        return self.mask.any()
+    def of_counts(counts: "Sequence[int]", first: int = 0) -> "Rows | None":
+        """Returns the sizes of the components of a batch with these numbers of rows. None if they are equal, and not 0."""
+        return None if len({*counts}) == 1 and counts[0] else Rows(tuple((count,) for count in counts), first)
 
     @cached_property
-    def per_replica_counts(self) -> np.ndarray:
-        """The number of real rows of each local replica, an int array (local_replicas,). Real rows come first."""
-        if isinstance(self.mask, jax.core.Tracer):
-            raise ContextError(
-                "the real rows of a padded batch in phalanx.function",
-                "their number is unknown while the program is traced.",
-                "strategy.run(fn, args=(batch,)), or strategy.reduce(op, value, axis=0)",
-            )
-        # Uses NumPy, because a jax.numpy call would become part of a program that is being traced.
-        return np.array([int(m.sum()) for shard in _local_shards(self.mask) for m in np.asarray(shard)])
+    def counts(self) -> tuple[int, ...]:
+        """The size of dim 0 of each component."""
+        return tuple(size[0] for size in self.sizes)
+
+    @cached_property
+    def dims(self) -> tuple[int, ...]:
+        """The dims in which the components differ, or have no elements."""
+        return tuple(d for d, sizes in enumerate(zip(*self.sizes, strict=True)) if len({*sizes}) > 1 or 0 in sizes)
+
+    def mask(self, shape: Sequence[int]) -> jax.Array:
+        """Returns where the components of an array (num_replicas, ...) are real, as a bool array that broadcasts to its leading dims.
+
+        Args:
+          shape: the shape of the array.
+        """
+        num_dims = len(self.sizes[0])
+        real = jnp.ones((1,) * (1 + num_dims), bool)
+        for dim in self.dims:
+            places = jnp.arange(shape[1 + dim]).reshape([-1 if d == dim else 1 for d in range(num_dims)])
+            real &= places < np.asarray(self.sizes)[:, dim].reshape(-1, *(1,) * num_dims)
+        return real
+
+    def cut(self, component: Any, replica: int) -> Any:
+        """Returns what is real of the component of a replica."""
+        return component[tuple(map(slice, self.sizes[replica]))]
+
+    def without_dims(self, count: int) -> "Rows":
+        """Returns the sizes without the first `count` dims."""
+        return replace(self, sizes=tuple(size[count:] for size in self.sizes))
+
+    def of_steps(self, steps: int) -> "Rows":
+        """Returns the sizes of values that are stacked over as many steps, each of which has these sizes."""
+        return replace(self, sizes=tuple((steps, *size) for size in self.sizes))
 
 
 class _ActsAsArray:
@@ -176,8 +174,8 @@ class DistributedValues(_ActsAsArray):
     differs: ClassVar[bool] = True
     """Whether the components may differ."""
 
-    rows: RowMask | None = None
-    """The padding mask of the components. None if they do not belong to a padded batch."""
+    rows: Rows | None = None
+    """The sizes of the components. None if they are equal."""
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -216,8 +214,8 @@ class PerReplica(DistributedValues):
 
     Args:
       data: a global array `(num_replicas, ...)`, or a tuple with one Python object per replica.
-      rows: the padding mask of the value. None if it is not padded.
-      batch: the padding mask of the batch from which the value was computed.
+      rows: the sizes of the components, of which `data` holds padding after the real rows. None if they are equal.
+      batch: the sizes of the components of the batch from which the value was computed.
 
     Example:
       >>> import phalanx
@@ -228,7 +226,7 @@ class PerReplica(DistributedValues):
 
     __slots__ = ("batch", "data", "rows")
 
-    def __init__(self, data: PyTree, rows: RowMask | None = None, batch: RowMask | None = None) -> None:
+    def __init__(self, data: PyTree, rows: Rows | None = None, batch: Rows | None = None) -> None:
         self.data, self.rows, self.batch = data, rows, batch or rows
 
     @property
@@ -240,9 +238,9 @@ class PerReplica(DistributedValues):
             parts = [self.data[i] for i in range(self.data.shape[0])]
         else:
             parts = _local_components(self.data)
-        if self.rows is None or self.rows.row_dim:
+        if self.rows is None:
             return tuple(parts)
-        return tuple(p[:n] for p, n in zip(parts, self.rows.per_replica_counts, strict=True))
+        return tuple(map(self.rows.cut, parts, _local_replicas(self.data, self.rows.first)))
 
     def __jax_array__(self) -> jax.Array:
         if len(self.data) > 1:
@@ -274,13 +272,13 @@ class PerReplica(DistributedValues):
     @override
     def stacked(self, others: Sequence["PerReplica"]) -> "PerReplica":
         steps = [self, *others]
-        batch = self.batch and RowMask.stacked([s.batch for s in steps if s.batch])
-        return PerReplica(jnp.stack([s.data for s in steps], axis=1), batch if self.rows else None, batch)
+        rows, batch = (x and x.of_steps(len(steps)) for x in (self.rows, self.batch))
+        return PerReplica(jnp.stack([s.data for s in steps], axis=1), rows, batch)
 
     @override
     def first_steps(self, count: int) -> "PerReplica":
-        batch = self.batch and RowMask(self.batch.mask[:, :count], self.batch.count[:count])
-        return PerReplica(self.data[:, :count], batch if self.rows else None, batch)
+        rows, batch = (x and x.without_dims(1).of_steps(count) for x in (self.rows, self.batch))
+        return PerReplica(self.data[:, :count], rows, batch)
 
 
 @final
@@ -343,13 +341,14 @@ class ReplicaLocal(DistributedValues):
 
     Args:
       value: the component of this replica, a traced array.
-      rows: the padding mask of the component, `(per_replica_batch,)`. None if it does not belong to a padded batch.
+      mask: which rows of the component are real, a bool array (rows,). None if all are.
+      has_rows: whether this replica has rows of its batch, a traced bool. None if all replicas have equally many.
     """
 
-    __slots__ = ("rows", "value")
+    __slots__ = ("has_rows", "mask", "value")
 
-    def __init__(self, value: PyTree, rows: RowMask | None = None) -> None:
-        self.value, self.rows = value, rows
+    def __init__(self, value: PyTree, mask: jax.Array | None = None, has_rows: jax.Array | None = None) -> None:
+        self.value, self.mask, self.has_rows = value, mask, has_rows
 
     @property
     def values(self) -> tuple[Any, ...]:
@@ -443,6 +442,13 @@ def _local_components(array: jax.Array | np.ndarray) -> list[Any]:
     return [array[i] for i in range(array.shape[0])]
 
 
+def _local_replicas(array: jax.Array | np.ndarray, first: int) -> list[int]:
+    """Returns the numbers of the replicas of this process, of which `first` is the first one in a NumPy array."""
+    if isinstance(array, np.ndarray | jax.core.Tracer):
+        return list(range(first, first + len(array)))
+    return sorted({i for shard in array.addressable_shards for i in range(len(array))[shard.index[0]]})
+
+
 def _local_shards(array: jax.Array | np.ndarray) -> list[Any]:
     """Returns the shards `(replicas, ...)` of the replicas of this process, in replica order."""
     if isinstance(array, np.ndarray):
@@ -475,5 +481,5 @@ jax.tree_util.register_pytree_node(
 )
 jax.tree_util.register_pytree_node(Mirrored, lambda m: ((m.value,), None), lambda _, c: Mirrored(c[0]))
 jax.tree_util.register_pytree_node(
-    ReplicaLocal, lambda m: ((m.value,), m.rows), lambda rows, c: ReplicaLocal(c[0], rows)
+    ReplicaLocal, lambda m: ((m.value, m.mask, m.has_rows), None), lambda _, children: ReplicaLocal(*children)
 )

@@ -1,24 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Runs the program of a replica on the rows that it has, if replicas have unequal shares of a batch.
+"""A replica has only its rows: traces the function of the user for each number of rows that a replica has of a batch.
 
-All replicas run one program, whose arrays have room for the largest share. Up to the first collective, the program does not depend
-on other replicas. This part is traced for each size of share, and each replica runs the trace that fits its rows.
+All replicas run one program, whose arrays have room for the largest share of the batch. `stages` makes one program of the traces.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import io_callback
-from jax.extend import core as jex
 
-from phalanx._src.collectives.primitives import communicates
 from phalanx._src.mesh.layout import REPLICA_AXIS
-from phalanx._src.mesh.shares import Shares
+from phalanx._src.mesh.values import Rows
+from phalanx._src.programs.stages import Stages, Trace
 from phalanx._src.tracing.discovery import Discovery
+from phalanx._src.typed_jax import shape_dtype
 from phalanx.errors import warn_of_slip
 from phalanx.typing import PyTree
 
@@ -38,12 +38,11 @@ listeners: list[StepObserver] = []
 
 
 class Inputs(NamedTuple):
-    """The inputs of a replica's program.
+    """The inputs of a replica's program, or their shapes.
 
     Args:
       values: the values of the variables.
-      sharded: the arguments of this replica. If a batch is padded, the last one is the mask of its real rows, which come first: a bool
-        array (places,).
+      sharded: the arguments of this replica.
       whole: the arguments that are equal on all replicas.
     """
 
@@ -52,65 +51,214 @@ class Inputs(NamedTuple):
     whole: list[Any]
 
 
-def evaluate(discovery: Discovery, inputs: Inputs, padded: Sequence[bool], shares: Shares) -> PyTree:
-    """Returns the outputs of a replica's program, computed from its real rows only if possible.
+class Share(NamedTuple):
+    """The sizes of the arguments of some replicas.
 
     Args:
-      discovery: the trace for all places, with those for fewer rows in `shorter`.
-      inputs: the inputs, with all places.
-      padded: for each of `sharded`, whether it has one row per place.
-      shares: the shares of the replicas, which may follow what is measured here.
+      sizes: for each sharded argument, and then for each batch, the sizes of the leading dims. None if they are equal on all replicas.
+      replicas: the numbers of the replicas that have these sizes. None have those of a share that is traced only to see which results
+        grow with the rows.
     """
 
-    def cut(size: int) -> Inputs:
-        pairs = zip(inputs.sharded, padded, strict=True)
-        return inputs._replace(sharded=[x[:size] if is_padded else x for x, is_padded in pairs])
+    sizes: tuple[tuple[int, ...] | None, ...]
+    replicas: tuple[int, ...] = ()
 
-    longest = _Parts(discovery, inputs)
-    shorter = [_Parts(each, cut(size)) for size, each in discovery.shorter]
-    if any(each.interface != longest.interface for each in shorter):
-        warn_of_padding()
-        outputs: PyTree = discovery.evaluate(inputs.values, [], inputs.sharded, inputs.whole)
+    def shapes(self, arrays: Sequence[Any]) -> list[Any]:
+        """Returns the shapes of the arguments, whose arrays have a dim for replicas, with these sizes."""
+        return [
+            x if size is None else shape_dtype((x.shape[0], *size, *x.shape[1 + len(size) :]), x.dtype)
+            for x, size in zip(arrays, self.sizes, strict=False)
+        ]
+
+
+def shares_of(rows: Sequence[Rows | None], num_replicas: int) -> list[Share]:
+    """Returns the shares that replicas have of padded batches, each once.
+
+    Replicas without any row belong to the first share, and take part with padding. If all others have equal shares, one with a
+    row more follows, which tells the results that grow with the rows from others.
+
+    Args:
+      rows: for each sharded argument, and for each batch, the sizes of its components. None if they are equal.
+      num_replicas: number of replicas.
+    """
+    known: dict[tuple[tuple[int, ...] | None, ...], list[int]] = {}
+    empty = []
+    for replica in range(num_replicas):
+        sizes = tuple(None if x is None else x.sizes[replica] for x in rows)
+        if any(size is not None and 0 not in size for size in sizes):
+            known.setdefault(sizes, []).append(replica)
+        else:
+            empty.append(replica)
+    if not known:
+        known[tuple(None if x is None else tuple(max(1, n) for n in x.sizes[0]) for x in rows)] = []
+    shares = [Share(sizes, tuple(replicas)) for sizes, replicas in known.items()]
+    shares[0] = shares[0]._replace(replicas=(*shares[0].replicas, *empty))
+    if len(shares) == 1:
+        more = tuple(
+            None if x is None or size is None else tuple(n + (d in x.dims) for d, n in enumerate(size))
+            for x, size in zip(rows, shares[0].sizes, strict=True)
+        )
+        shares.append(Share(more))
+    return shares
+
+
+def sizes_of(shapes: Sequence[tuple[int, ...]], shares: Sequence[Share], is_empty: Sequence[bool]) -> Rows | None:
+    """Returns the sizes of a value whose shape differs between shares. None if it does not.
+
+    A replica without rows has none in the dims that differ.
+
+    Args:
+      shapes: the shape of the value in each share.
+      shares: the shares.
+      is_empty: for each replica, whether it has no rows.
+    """
+    if len({*map(len, shapes)}) > 1:
+        return None
+    grows = [len({*sizes}) > 1 for sizes in zip(*shapes, strict=True)]
+    if not any(grows):
+        return None
+    last = max(d for d, each in enumerate(grows) if each)
+    share_of = {replica: i for i, share in enumerate(shares) for replica in share.replicas}
+    return Rows(
+        tuple(
+            tuple(0 if empty and grow else n for n, grow in zip(shapes[share_of[i]][: last + 1], grows, strict=False))
+            for i, empty in enumerate(is_empty)
+        )
+    )
+
+
+@dataclass
+class Gathered:
+    """What depends on the rows of a replica, and is known only when all shares have been traced.
+
+    Args:
+      shares: the shares.
+      is_empty: for each replica, whether it has no rows.
+
+    Attributes:
+      numbers: the places of numbers that the function returns and that depend on the rows, so that they become arrays.
+    """
+
+    shares: Sequence[Share]
+    is_empty: Sequence[bool]
+    numbers: frozenset[int] = frozenset()
+    _seen: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
+    _known: list[Rows | None] = field(default_factory=list)
+    _share: int = 0
+
+    def begin(self, share: int) -> None:
+        """Begins the trace of a share."""
+        self._share, self._seen[share] = share, []
+
+    @property
+    def share(self) -> Share:
+        """The share that is traced."""
+        return self.shares[self._share]
+
+    def sizes(self, size: int) -> tuple[int, ...] | None:
+        """Returns the size on each replica of the dim that is gathered next. None if it is equal on all, as far as is known.
+
+        Args:
+          size: the size of the dim in this trace.
+        """
+        seen = self._seen.setdefault(self._share, [])
+        seen.append((size,))
+        rows = self._known[len(seen) - 1] if len(seen) <= len(self._known) else None
+        return None if rows is None else rows.counts
+
+    def is_settled(self, numbers: Iterable[int]) -> bool:
+        """Returns whether the traces knew all that depends on the rows. Call it when all shares have been traced.
+
+        Args:
+          numbers: the places of numbers that the function returns and that differ.
+        """
+        shapes = zip(*(self._seen[i] for i in range(len(self.shares))), strict=False)
+        sizes = [sizes_of(each, self.shares, self.is_empty) for each in shapes]
+        known = sizes if any(sizes) else []
+        all_numbers = self.numbers.union(numbers)
+        is_settled = known == self._known and all_numbers == self.numbers
+        self._known, self.numbers = known, all_numbers
+        return is_settled
+
+
+class Plan:
+    """The program of a replica whose arguments have room for the largest share. Made, and run, inside the mapped function.
+
+    Args:
+      discoveries: the traces of the shares.
+      shares: the shares that replicas have.
+      inputs: the shapes of the inputs, one per share.
+
+    Attributes:
+      outputs: the shapes of what a replica returns, with room for the largest share.
+
+    Raises:
+      IndivisibleError: the traces do not exchange the same.
+    """
+
+    def __init__(self, discoveries: Sequence[Discovery], shares: Sequence[Share], inputs: Sequence[Inputs]) -> None:
+        leaves = jax.tree.leaves(discoveries[0].outputs)
+        self._tree = cast(Any, jax.tree.structure(discoveries[0].outputs))
+        traces = [_traced(*each) for each in zip(discoveries, inputs, strict=True)]
+        self._stages = Stages(traces)
+        # What a replica without rows returns of its padding.
+        values, sharded, whole = (jax.tree.leaves(each) for each in inputs[0])
+        of_rows = [size is not None for size, _ in zip(shares[0].sizes, sharded, strict=False)] if shares else []
+        depends = traces[0].depends_on([*(False for _ in values), *of_rows, *(False for _ in whole)]) if shares else []
+        self._of_padding = [
+            i for i, _ in enumerate(jax.tree.leaves(discoveries[0].outputs.results)) if shares and depends[i]
+        ]
+        others = zip(*(jax.tree.leaves(each.outputs) for each in discoveries), strict=True)
+        sizes = (tuple(map(max, zip(*(x.shape for x in each), strict=True))) for each in others)
+        self.outputs = self._tree.unflatten([shape_dtype(size, x.dtype) for size, x in zip(sizes, leaves, strict=True)])
+        share_of = {replica: i for i, share in enumerate(shares) for replica in share.replicas}
+        self._share_of = [share_of[replica] for replica in sorted(share_of)] if len(shares) > 1 else []
+
+    def run(self, inputs: Inputs, rows: Any, observers: Sequence[StepObserver], *, may_be_empty: bool) -> PyTree:
+        """Returns the outputs of the replica, with room for those of the largest share.
+
+        Args:
+          inputs: the inputs.
+          rows: the number of rows of this replica.
+          observers: who hears of the parts of a step.
+          may_be_empty: whether a replica has no rows. What it computes of its padding is not returned.
+        """
+        branch = jnp.asarray(self._share_of)[lax.axis_index(REPLICA_AXIS)] if self._share_of else None
+        note = (lambda sent: _report_own_part(observers, rows, sent)) if observers else None
+        results = self._stages.run(jax.tree.leaves(inputs), branch, note)
+        for i in self._of_padding if may_be_empty else ():
+            results[i] = jnp.where(rows > 0, results[i], jnp.zeros_like(results[i]))
+        if observers:
+            _report_end(observers, results)
+        outputs: PyTree = self._tree.unflatten(results)
         return outputs
-    rows = inputs.sharded[-1].sum() if any(padded) else jnp.int32(_num_rows(inputs.sharded))
-    residuals = (
-        longest.before() if not shorter else _of_own_rows(longest, shorter, [n for n, _ in discovery.shorter], rows)
-    )
-    observers = [*listeners, *([shares] if shares.is_measured else [])]
-    if observers:
-        residuals = longest.sent_after(_report_own_part(observers, rows, residuals), residuals)
-    results = longest.after(residuals)
-    if observers:
-        _report_end(observers, longest.of_others(results) or residuals)
-    tree: PyTree = jax.tree.structure(discovery.outputs)
-    return tree.unflatten(results)
 
 
-def warn_of_padding() -> None:
-    """Warns of a step whose traces for fewer rows cannot take the place of the one for all places."""
+def _traced(discovery: Discovery, inputs: Inputs) -> Trace:
+    leaves, tree = jax.tree.leaves(inputs), cast(Any, jax.tree.structure(inputs))
+
+    def flat(*arrays: jax.Array) -> list[Any]:
+        values, sharded, whole = tree.unflatten(arrays)
+        return jax.tree.leaves(discovery.evaluate(values, [], sharded, whole))
+
+    return Trace(flat, leaves)
+
+
+def warn_of_padding(what: object) -> None:
+    """Warns of a step whose traces for fewer rows do not exchange the same.
+
+    Args:
+      what: the first operation that differs.
+    """
     warn_of_slip(
-        "a step under replica_weights communicates before it has computed what depends on single rows, or does something else with "
-        "fewer rows. So replicas with small shares compute their padding too.",
-        "BatchNormalization(synchronized=False), and no branches on the number of rows",
+        f"replicas with different numbers of rows do not exchange the same in a step: {what}. So this step computes padded rows too, "
+        "and only the losses and metrics of Keras leave them out.",
+        "the same collective operations for any number of rows, outside of loops and branches; or drop_remainder=True",
     )
 
 
-def _of_own_rows(longest: "_Parts", shorter: "list[_Parts]", sizes: list[int], rows: jax.Array) -> list[Any]:
-    """Returns the residuals, computed from as few rows as hold the real ones."""
-
-    def branch(part: "_Parts") -> Callable[[], list[Any]]:
-        return lambda: [_grown(x, shape) for x, shape in zip(part.before(), longest.shapes, strict=True)]
-
-    residuals: list[Any] = lax.switch((rows > jnp.asarray(sizes)).sum(), [*map(branch, shorter), longest.before])
-    return residuals
-
-
-def _num_rows(sharded: Sequence[jax.Array]) -> int:
-    return int(sharded[0].shape[0]) if sharded and sharded[0].ndim else 1
-
-
-def _report_own_part(observers: Sequence[StepObserver], rows: jax.Array, residuals: Sequence[jax.Array]) -> jax.Array:
-    """Reports the end of the first part, when `residuals` is computed. Returns True, as an array that is computed after the report."""
+def _report_own_part(observers: Sequence[StepObserver], rows: Any, sent: Sequence[jax.Array]) -> jax.Array:
+    """Reports the end of a replica's own part, when `sent` is computed. Returns True, computed after the report."""
 
     def note_own_part(replica: np.ndarray, rows: np.ndarray, *_: np.ndarray) -> np.bool:
         for observer in observers:
@@ -118,7 +266,7 @@ def _report_own_part(observers: Sequence[StepObserver], rows: jax.Array, residua
         return np.True_
 
     token: jax.Array = io_callback(
-        note_own_part, jax.typeof(jnp.bool(True)), lax.axis_index(REPLICA_AXIS), rows, *_elements(residuals)
+        note_own_part, jax.typeof(jnp.bool(True)), lax.axis_index(REPLICA_AXIS), jnp.int32(rows), *_elements(sent)
     )
     return token
 
@@ -135,103 +283,5 @@ def _report_end(observers: Sequence[StepObserver], last: Sequence[jax.Array]) ->
 
 def _elements(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns an element of each array of numbers."""
+    arrays = list(map(jnp.asarray, arrays))
     return [x.ravel()[0] for x in arrays if x.size and not jnp.issubdtype(x.dtype, jax.dtypes.extended)]
-
-
-class _Cut(NamedTuple):
-    """A trace in two parts.
-
-    Args:
-      before: the equations that depend on no collective.
-      after: the other equations.
-      late: the variables that the second part computes.
-      used: the variables that the second part reads.
-      residuals: the variables of the first part that the second part reads, or that are outputs of the program.
-    """
-
-    before: list[jex.JaxprEqn]
-    after: list[jex.JaxprEqn]
-    late: set[jex.Var]
-    used: set[jex.Var]
-    residuals: list[jex.Var]
-
-
-class _Parts:
-    """A trace of the program of one replica, divided at the first collectives.
-
-    Attributes:
-      interface: the operations of the second part with their constants, and the types of the residuals. If two traces agree on these,
-        the second part of one can run on the residuals of the other. Residuals that only leave the program may have fewer rows.
-      shapes: the shapes of the residuals.
-    """
-
-    def __init__(self, discovery: Discovery, inputs: Inputs) -> None:
-        tree: Any
-        self._inputs, tree = jax.tree.flatten(inputs)
-
-        def flat(*leaves: jax.Array) -> list[Any]:
-            values, sharded, whole = tree.unflatten(leaves)
-            return jax.tree.leaves(discovery.evaluate(values, [], sharded, whole))
-
-        self._closed = jax.make_jaxpr(flat)(*self._inputs)
-        self._cut = _divide(self._closed.jaxpr)
-        avals: list[Any] = [v.aval for v in self._cut.residuals]
-        operations = [_described(eqn) for eqn in self._cut.after]
-        is_used = [v in self._cut.used for v in self._cut.residuals]
-        types = [(x.dtype, x.shape if used else x.ndim) for x, used in zip(avals, is_used, strict=True)]
-        self.interface = operations, types
-        self.shapes = [tuple(aval.shape) for aval in avals]
-
-    def before(self) -> list[Any]:
-        """Runs the first part, and returns the residuals."""
-        cut, jaxpr = self._cut, self._closed.jaxpr
-        return _run(jaxpr.replace(eqns=cut.before, outvars=cut.residuals), self._closed.consts, *self._inputs)
-
-    def sent_after(self, token: jax.Array, residuals: list[Any]) -> list[Any]:
-        """Returns the residuals. None of them is sent to other replicas before `token` is computed.
-
-        Otherwise XLA could begin to send metrics before it computes gradients, and would wait for other replicas in between.
-        """
-        sent = {v for eqn in self._cut.after if communicates(eqn) for v in eqn.invars if isinstance(v, jex.Var)}
-        pairs = zip(self._cut.residuals, residuals, strict=True)
-        return [jnp.where(token, x, jnp.zeros_like(x)) if v in sent else x for v, x in pairs]
-
-    def of_others(self, results: list[Any]) -> list[Any]:
-        """Returns those outputs of the program that depend on other replicas."""
-        pairs = zip(self._closed.jaxpr.outvars, results, strict=True)
-        return [x for v, x in pairs if isinstance(v, jex.Var) and v in self._cut.late]
-
-    def after(self, residuals: list[Any]) -> list[Any]:
-        """Runs the second part, and returns the outputs of the program."""
-        jaxpr = self._closed.jaxpr
-        inputs = [*jaxpr.invars, *self._cut.residuals]
-        return _run(jaxpr.replace(eqns=self._cut.after, invars=inputs), self._closed.consts, *self._inputs, *residuals)
-
-
-_run: Callable[..., list[Any]] = jax.core.eval_jaxpr
-
-
-def _divide(jaxpr: jex.Jaxpr) -> _Cut:
-    after: list[jex.JaxprEqn] = []
-    before: list[jex.JaxprEqn] = []
-    late: set[jex.Var] = set()
-    for eqn in jaxpr.eqns:
-        is_late = communicates(eqn) or any(isinstance(v, jex.Var) and v in late for v in eqn.invars)
-        if is_late:
-            late.update(eqn.outvars)
-        (after if is_late else before).append(eqn)
-    used = {v for eqn in after for v in eqn.invars if isinstance(v, jex.Var)}
-    outputs = {v for v in jaxpr.outvars if isinstance(v, jex.Var)}
-    return _Cut(before, after, late, used, [v for eqn in before for v in eqn.outvars if v in used or v in outputs])
-
-
-def _described(eqn: jex.JaxprEqn) -> tuple[Any, ...]:
-    """Returns what identifies an operation, apart from the names of its variables."""
-    constants = [str(v.val) for v in eqn.invars if isinstance(v, jex.Literal)]
-    return eqn.primitive.name, constants, [str(v.aval) for v in eqn.outvars]
-
-
-def _grown(array: jax.Array, shape: Sequence[int]) -> jax.Array:
-    """Returns an array with the last rows repeated up to a shape. A function that is finite on real rows is finite on these."""
-    widths = [(0, target - size) for target, size in zip(shape, array.shape, strict=True)]
-    return jnp.pad(array, widths, mode="edge") if any(map(any, widths)) else array

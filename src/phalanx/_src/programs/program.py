@@ -29,7 +29,6 @@ from phalanx._src.tracing.boundary import on_demand
 from phalanx._src.tracing.discovery import Discovery, used_differently
 from phalanx._src.tracing.draws import Draws
 from phalanx._src.tracing.records import EITHER_WAY, Record, defaults, deliver, noting_questions, recording_key
-from phalanx._src.tracing.scope import program_scope
 from phalanx._src.tracing.strategy import AbstractStrategy, Updates
 from phalanx._src.tracing.structure import (
     AbstractStream,
@@ -67,7 +66,7 @@ class Program:
         self, fn: Callable[..., Any], arguments: Arguments, name: str, *, eager: bool, recording: Hashable = None
     ) -> None:
         self._eager, self.name = eager, name
-        self._structure, self._sizes = arguments.structure, arguments.sizes
+        self._structure = arguments.structure
         self._num_arrays = len(arguments.arrays)
         # What JAX calls if it compiles the program again. Only kept while the program runs: the function lives for as long as
         # its owner wants, and its programs for as long as the function.
@@ -123,11 +122,10 @@ class Program:
             compat.continue_global_seed(state)
         run = self._run_as_one_step if self._updates or self.draws else self._run
         outputs = run(fn, arguments, batches)
-        rows = arguments.rows if not batches else [r for source in (arguments, *batches) for r in source.rows]
         if outputs[4]:
             deliver(outputs[4])
         structure = outputs[5] if self._eager else self._output
-        return structure.join(outputs[2], rows, arguments.streams)
+        return structure.join(outputs[2], arguments.streams)
 
     def _run_as_one_step(
         self, fn: Callable[..., Any], arguments: Arguments, batches: Sequence[Arguments]
@@ -293,10 +291,8 @@ class Program:
         """Calls the function, and takes apart what it returns."""
         assert self._called is not None
         fn, streams = self._called
-        args, kwargs, rows = Arguments.rebuild(self._structure, self._sizes, inputs, streams)
-        result = fn(*args, **kwargs)
-        rows += program_scope().pass_.drawn_rows
-        parts = Parts(result, rows=rows, streams=streams)
+        args, kwargs = self._structure.join(inputs, streams)
+        parts = Parts(fn(*args, **kwargs), streams=streams)
         require_returnable(parts.arrays)
         return parts
 

@@ -9,14 +9,17 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental.layout import Layout
 from jax.sharding import PartitionSpec
 
+from phalanx._src.compat import dtype_of
 from phalanx._src.mesh.arrays import as_array, is_array
 from phalanx._src.mesh.layout import REPLICA_AXIS
-from phalanx._src.mesh.values import Mirrored, PerReplica, RowMask, check_size, differs, flatten, is_equal_everywhere
+from phalanx._src.mesh.values import Mirrored, PerReplica, Rows, check_size, differs, flatten, is_equal_everywhere
 from phalanx._src.programs import explain, own_rows
+from phalanx._src.programs.stages import IndivisibleError
 from phalanx._src.programs.trace import executing_scope, trace, written_entries
 from phalanx._src.tracing import context, slips
 from phalanx._src.tracing.boundary import combine, first_component
@@ -24,11 +27,11 @@ from phalanx._src.tracing.context import Mode, ReplicaContext
 from phalanx._src.tracing.discovery import Discovery, Entry
 from phalanx._src.tracing.policy import policy_of
 from phalanx._src.tracing.records import Record
+from phalanx._src.tracing.rows import ReplicaRows
 from phalanx._src.tracing.scope import LiftScope, program_scope
 from phalanx._src.tracing.strategy import AbstractStrategy, Updates
 from phalanx._src.tracing.structure import add_once
 from phalanx._src.typed_jax import partition_spec, shape_dtype, with_layout_constraint, with_sharding_constraint
-from phalanx.errors import InputError
 from phalanx.typing import PyTree
 
 
@@ -68,6 +71,24 @@ class _Nest:
         leaves, self._tree = flatten(returned)
         self._leaves = [_RESULT if _is_traced(x) else _MIRRORED if is_equal_everywhere(x) else x for x in leaves]
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Nest) and self._key == other._key
+
+    def __hash__(self) -> int:
+        return hash(self._tree)
+
+    @property
+    def _key(self) -> PyTree:
+        # Objects that compare element by element are equal only to themselves.
+        return self._tree, [(type(x), x) if isinstance(x, (*_NUMBERS, str)) else id(x) for x in self._leaves]
+
+    def other_numbers(self, other: "_Nest") -> list[int]:
+        """Returns the places of numbers that are not those of another nest of equal structure."""
+        if self._tree != other._tree:
+            return []
+        pairs = enumerate(zip(self._leaves, other._leaves, strict=True))
+        return [i for i, (x, y) in pairs if isinstance(x, _NUMBERS) and isinstance(y, _NUMBERS) and x != y]
+
     def join(self, results: Iterable[Any], mirrored: Iterable[Any]) -> PyTree:
         """Returns the nest with these arrays and trees."""
         arrays, trees = iter(results), iter(mirrored)
@@ -76,6 +97,7 @@ class _Nest:
 
 
 _RESULT, _MIRRORED = object(), object()
+_NUMBERS = (bool, int, float, complex, np.generic)
 
 
 class _Returned(NamedTuple):
@@ -85,13 +107,13 @@ class _Returned(NamedTuple):
       results: its arrays that may differ between replicas, in order.
       mirrored: the trees of its `Mirrored` values, in order.
       nest: what the function returned, without its arrays.
-      padding: which rows of the replica are real. None if no batch is padded.
+      rows: the rows of the replica. None if all replicas have equally many.
     """
 
     results: list[jax.Array]
     mirrored: list[PyTree]
     nest: _Nest
-    padding: RowMask | None
+    rows: ReplicaRows | None
 
 
 class _ReplicaOutputs(NamedTuple):
@@ -127,24 +149,23 @@ class _Run:
         self._leaves = [x if (array := as_array(x)) is None else array for x in leaves]
         for value in self._of(differs):
             check_size(value, strategy.num_replicas_in_sync)
-        self._rows = list({id(x.rows): x.rows for x in self._leaves if differs(x) and x.rows}.values())
-        if len(self._rows) > 1 and any(rows.sizes for rows in self._rows):
-            raise InputError(
-                f"{len(self._rows)} batches in one run under replica_weights",
-                "replicas with unequal shares have padding in every batch, and each batch has its own.",
-                "experimental_distribute_dataset((first, second)), and one batch with both",
-            )
-        # Per-replica arrays and masks are sharded inputs, other arrays are replicated inputs, and the rest stays in Python.
-        self._sharded = [x.data for x in self._of(differs)] + [r.mask for r in self._rows]
-        self._whole = (
-            [x.value for x in self._of(is_equal_everywhere)] + [r.count for r in self._rows] + self._of(is_array)
-        )
+        of_replicas = self._of(differs)
+        # Per-replica arrays are sharded inputs, other arrays are replicated inputs, and the rest stays in Python.
+        self._sharded = [x.data for x in of_replicas]
+        self._whole = [x.value for x in self._of(is_equal_everywhere)] + self._of(is_array)
+        # The sizes of the arguments of one step, and the batches that they belong to.
+        first_dim = 0 if steps is None else 1
+        self._sizes = [x.rows and x.rows.without_dims(first_dim) for x in of_replicas]
+        self._batches = list(dict.fromkeys(x.batch.without_dims(first_dim) for x in of_replicas if x.rows))
+        num_replicas = strategy.num_replicas_in_sync
+        self._shares = own_rows.shares_of([*self._sizes, *self._batches], num_replicas) if self._batches else []
+        self._is_empty = [all(batch.counts[i] == 0 for batch in self._batches) for i in range(num_replicas)]
 
     @property
     def is_plain(self) -> bool:
         """Whether the run is one call for one replica on one device, without padding, so that no `shard_map` is needed."""
         topology = self._strategy.topology
-        return topology.is_single and not self._rows and self._steps is None and not own_rows.listeners
+        return topology.is_single and not self._batches and self._steps is None and not own_rows.listeners
 
     def inline(self) -> PyTree:
         """Calls the function for the only replica, in the program's own scope."""
@@ -154,7 +175,7 @@ class _Run:
     def mapped(self, scope: LiftScope) -> PyTree:
         """Calls the function for all replicas, under `shard_map`."""
         topology = self._strategy.topology
-        discovery = scope.pass_.next_run(self._trace)
+        discovery = scope.pass_.next_run(functools.partial(self._trace, is_eager=scope.pass_.is_eager))
         entries = [scope.entry(v) for v in discovery.variables]
         taken = [self._taken(scope, entry, written) for entry, written in zip(entries, discovery.written, strict=True)]
         whole = self._whole if self._steps is None else [self._steps, *self._whole]
@@ -179,9 +200,8 @@ class _Run:
                 scope.apply_update(self._strategy, left)
         assert scope.records is not None
         scope.records.extend(outputs.records)
-        rows = self._rows[0] if self._rows else None
-        masks = [rows.repeated(each) if rows and each else None for each in discovery.rows_each]
-        wrapped = (self._wrapped(x, mask) for x, mask in zip(results, masks, strict=True))
+        sizes = discovery.sizes or (None,) * len(results)
+        wrapped = (self._wrapped(x, rows) for x, rows in zip(results, sizes, strict=True))
         return outputs.nest.join(wrapped, outputs.mirrored)
 
     def _taken(self, scope: LiftScope, entry: Entry, written: bool) -> tuple[Any, Any]:
@@ -190,60 +210,97 @@ class _Run:
             return scope.value(entry.variable), None
         return entry.value, scope.components(entry.variable, self._strategy.num_replicas_in_sync)
 
-    def _wrapped(self, array: jax.Array, rows: RowMask | None) -> PyTree:
+    def _wrapped(self, array: jax.Array, rows: Rows | None) -> PyTree:
         """Returns a result as `Strategy.run` returns it: a PerReplica, or the array itself if there is one replica."""
         if self._strategy.num_replicas_in_sync == 1 and rows is None and self._steps is None:
             return array[0]
-        return PerReplica(array, rows, self._rows[0] if len(self._rows) == 1 else None)
+        batch = self._batches[0] if len(self._batches) == 1 else None
+        if self._steps is not None:
+            rows, batch = rows and rows.of_steps(self._num_steps), batch and batch.of_steps(self._num_steps)
+        return PerReplica(array, rows, batch)
 
-    def _trace(self) -> Discovery:
+    def _trace(self, *, is_eager: bool) -> Discovery:
         """Traces one call for one replica."""
-        inputs = self._one_step()
-        discovery = self._trace_replica(*inputs)
+        sharded, whole = self._one_step()
+        if self._shares:
+            discovery = self._trace_shares(sharded, whole, is_eager=is_eager)
+        else:
+            discovery = self._trace_replica(sharded, whole)
         self._warn_of_slips(discovery)
-        rows_each = tuple(self._find_rows(discovery.outputs.results, *inputs))
-        shorter = tuple(self._trace_shorter(discovery, *inputs))
-        steps = None if self._steps is None else self._num_steps
-        return dataclasses.replace(discovery, rows_each=rows_each, shorter=shorter, steps=steps)
+        return dataclasses.replace(discovery, steps=None if self._steps is None else self._num_steps)
 
-    def _trace_shorter(
-        self, discovery: Discovery, sharded: list[Any], whole: list[Any]
-    ) -> Iterable[tuple[int, Discovery]]:
-        """Traces the function for the shares of a batch that are smaller than the largest, if they are unequal."""
-        sizes = self._rows[0].sizes if len(self._rows) == 1 else ()
-        for size in filter(None, sizes):  # A replica without rows takes part with padding.
-            each = self._trace_replica(self._with_rows(sharded, size), whole)
-            if list(map(id, each.variables)) != list(map(id, discovery.variables)):
-                own_rows.warn_of_padding()
-                return
-            yield size, each
+    def _trace_shares(self, sharded: list[Any], whole: list[Any], *, is_eager: bool) -> Discovery:
+        """Traces one call for each share that replicas have of a batch, and makes one program of the traces."""
+        shares = self._shares
+        shapes = [share.shapes(sharded) for share in shares]
+        gathered = own_rows.Gathered(shares, self._is_empty)
+        while True:
+            traces = []
+            for number, each in enumerate(shapes):
+                gathered.begin(number)
+                traces.append(self._trace_replica(each, whole, gathered))
+            nests = [each.outputs.nest for each in traces]
+            if gathered.is_settled(place for nest in nests for place in nest.other_numbers(nests[0])):
+                break
+        results = zip(*(each.outputs.results for each in traces), strict=True)
+        sizes = tuple(own_rows.sizes_of([x.shape[1:] for x in each], shares, self._is_empty) for each in results)
+        used = [i for i, share in enumerate(shares) if share.replicas]
+        try:
+            plan = None if is_eager else self._plan([traces[i] for i in used], [shapes[i] for i in used], whole)
+        except IndivisibleError as e:
+            own_rows.warn_of_padding(e)
+            plan = None
+        if plan is None:
+            return dataclasses.replace(self._trace_replica(sharded, whole), sizes=sizes)
+        return dataclasses.replace(traces[0], sizes=sizes, plan=plan)
 
-    @property
-    def _is_padded(self) -> list[bool]:
-        """Whether each sharded argument has a row per place of the only padded batch. All False if there is none."""
-        if len(self._rows) != 1:
-            return [False] * len(self._sharded)
-        return [x.rows is self._rows[0] for x in self._of(differs)] + [True]
+    def _plan(self, traces: Sequence[Discovery], shapes: Sequence[list[Any]], whole: list[Any]) -> own_rows.Plan:
+        """Makes one program of the traces of the shares that replicas have.
 
-    def _with_rows(self, sharded: list[Any], count: int) -> list[Any]:
-        """Returns the shapes of the arguments of one call with another number of rows per replica."""
-        return [
-            shape_dtype((x.shape[0], count, *x.shape[2:]), x.dtype) if is_padded else x
-            for x, is_padded in zip(sharded, self._is_padded, strict=True)
-        ]
+        Raises:
+          IndivisibleError: the traces do not exchange the same.
+        """
+        variables = traces[0].variables
+        if any(list(map(id, each.variables)) != list(map(id, variables)) for each in traces):
+            raise IndivisibleError("other variables")
+        if any(each.outputs.nest != traces[0].outputs.nest for each in traces):
+            raise IndivisibleError("another structure of what the function returns")
+        values = [shape_dtype(tuple(v.shape), dtype_of(v)) for v in variables]
+        used = [share for share in self._shares if share.replicas]
+        made: list[own_rows.Plan] = []
+
+        def body(values: PyTree, sharded: PyTree, whole: PyTree) -> PyTree:
+            inputs = [own_rows.Inputs(values, _first(each), whole) for each in sharded]
+            made.append(own_rows.Plan(traces, used, inputs))
+            return jnp.zeros((1,))
+
+        jax.eval_shape(self._shard_map(body, (False, True, False), _along(0)), values, list(shapes), whole)
+        return made[0]
 
     def _evaluate(
         self, discovery: Discovery, state: list[Any], sharded: list[Any], whole: list[Any]
     ) -> _ReplicaOutputs:
         """Runs one call for one replica."""
-        outputs: _ReplicaOutputs
         shares = self._strategy.topology.shares
-        is_heard = bool(discovery.optimizers) and (shares.is_measured or own_rows.listeners)
-        if discovery.shorter or is_heard:
-            outputs = own_rows.evaluate(discovery, own_rows.Inputs(state, sharded, whole), self._is_padded, shares)
-        else:
+        observers = [*own_rows.listeners, *([shares] if shares.is_measured else [])] if discovery.optimizers else []
+        plan: own_rows.Plan | None = discovery.plan
+        inputs = own_rows.Inputs(state, sharded, whole)
+        if plan is None and observers:
+            plan = own_rows.Plan([discovery], [], [inputs])
+        outputs: _ReplicaOutputs
+        if plan is None:
             outputs = discovery.evaluate(state, [], sharded, whole)
+        else:
+            outputs = plan.run(inputs, self._num_rows, observers, may_be_empty=any(self._is_empty))
         return outputs
+
+    @property
+    def _num_rows(self) -> Any:
+        """The number of rows of this replica, in a replica function."""
+        if len(self._batches) == 1:
+            return jnp.asarray(self._batches[0].counts)[lax.axis_index(REPLICA_AXIS)]
+        sharded = self._one_step()[0]
+        return sharded[0].shape[1] if sharded and sharded[0].ndim > 1 else 1
 
     def _warn_of_slips(self, discovery: Discovery) -> None:
         """Warns of mistakes that show in the trace of one replica."""
@@ -269,36 +326,25 @@ class _Run:
 
         return [one(x, 1) for x in self._sharded], [one(x, 0) for x in self._whole]
 
-    def _trace_replica(self, sharded: list[Any], whole: list[Any]) -> Discovery:
-        seen: list[Discovery] = []
+    def _trace_replica(
+        self, sharded: list[Any], whole: list[Any], gathered: own_rows.Gathered | None = None
+    ) -> Discovery:
+        """Traces one call for one replica.
+
+        Args:
+          sharded: the shapes of the arguments of the replica.
+          whole: the shapes of the arguments that are equal on all replicas.
+          gathered: what the replicas gather, if the arguments are the rows of a share and nothing else.
+        """
+        traces: list[Discovery] = []
 
         def body(sharded: PyTree, whole: PyTree) -> PyTree:
-            seen.append(trace(self._replica, _first(sharded), whole, named=self._fn, mapped=True))
+            replica = functools.partial(self._replica, gathered=gathered)
+            traces.append(trace(replica, _first(sharded), whole, named=self._fn, mapped=True))
             return jnp.zeros((1,))
 
         jax.eval_shape(self._shard_map(body, (True, False), _along(0)), sharded, whole)
-        return seen[0]
-
-    def _find_rows(self, results: list[Any], sharded: list[Any], whole: list[Any]) -> list[int]:
-        """Returns how many rows each result has per row of a padded batch. 0 for results that do not grow with the batch.
-
-        A result whose size is a multiple of the batch may still be unrelated to it, so the function is traced once more with a
-        batch that has one more row.
-        """
-        if len(self._rows) != 1:
-            return [0] * len(results)
-        rows = self._rows[0]
-        places = rows.mask.shape[-1]
-        lengths = [x.shape[1] if len(x.shape) > 1 else -1 for x in results]
-        each = [n // places if n >= 0 and n % places == 0 else 0 for n in lengths]
-        if not any(each):
-            return each
-        try:
-            grown = self._trace_replica(self._with_rows(sharded, places + 1), whole).outputs.results
-        except Exception:  # The function works for this batch size only, so the shape must decide.
-            return [int(n == 1) for n in each]
-        grows = [len(g.shape) > 1 and g.shape[1] == n * (places + 1) for n, g in zip(each, grown, strict=True)]
-        return [n if g else 0 for n, g in zip(each, grows, strict=True)]
+        return traces[0]
 
     def _body(
         self, discovery: Discovery, values: list[Any], parts: list[Any], sharded: PyTree, whole: PyTree
@@ -341,7 +387,7 @@ class _Run:
         def room(x: jax.ShapeDtypeStruct) -> jax.Array:
             return jnp.zeros((self._num_steps, *x.shape), x.dtype)
 
-        one: _ReplicaOutputs = discovery.outputs
+        one: _ReplicaOutputs = discovery.outputs if discovery.plan is None else discovery.plan.outputs
         stacked = (
             [room(shape_dtype(x.shape[1:], x.dtype)) for x in one.results],
             jax.tree.map(room, one.mirrored),
@@ -351,48 +397,66 @@ class _Run:
         state, (results, mirrored, records) = lax.fori_loop(0, count, body, (state, stacked))
         ends = [x for w, x in zip(discovery.written, state, strict=True) if w]
         entries = [Entry(v, x, x) for v, x in zip(written, ends, strict=True)]
-        values = _combine_at_boundary(entries, self._padding_at(count - 1, sharded, whole))
+        batches = self._batches_of_replica(lax.axis_index(REPLICA_AXIS))
+        values = _combine_at_boundary(entries, batches[0] if len(batches) == 1 else None)
         parts = [e.value[None] for e in entries if e.policy.on_read]
         return _ReplicaOutputs([x[None] for x in results], mirrored, values, parts, [], records, one.nest)
 
-    def _padding_at(self, step: jax.Array, sharded: list[Any], whole: list[Any]) -> RowMask | None:
-        """Returns which rows of this replica are real at step number `step`."""
-        if len(self._rows) != 1:
-            return None
-        count = whole[1 + len(self._of(is_equal_everywhere))]
-        at = functools.partial(lax.dynamic_index_in_dim, index=step, keepdims=False)
-        return RowMask(at(sharded[-1]), at(count), sizes=self._rows[0].sizes)
-
-    def _replica(self, scope: LiftScope, sharded: PyTree, whole: PyTree) -> _ReplicaOutputs:
+    def _replica(
+        self, scope: LiftScope, sharded: PyTree, whole: PyTree, gathered: own_rows.Gathered | None = None
+    ) -> _ReplicaOutputs:
         """Calls the function for one replica, in `scope`, and combines the variables that it wrote."""
         with scope:
-            returned = self._call(sharded, whole, lax.axis_index(REPLICA_AXIS))
-        written = written_entries(scope)
+            returned = self._call(sharded, whole, lax.axis_index(REPLICA_AXIS), gathered)
+        written, rows = written_entries(scope), returned.rows
+        for entry in written:
+            if rows is not None and not entry.policy.on_demand and (entry.diverged or entry.policy.on_read):
+                entry.value = rows.with_rows(entry.value, entry.initial)
         parts = [e.value[None] for e in written if e.policy.on_read]
         # In a loop over steps, `_loop` combines on-read variables after the last step.
         now = [e for e in written if self._steps is None or not e.policy.on_read]
-        combined = dict(zip(map(id, now), _combine_at_boundary(now, returned.padding), strict=True))
+        combined = dict(zip(map(id, now), _combine_at_boundary(now, rows), strict=True))
         values = [combined.get(id(e)) for e in written]
         gradients = [u.gradients for u in scope.updates]
         results = [x[None] for x in returned.results]
         return _ReplicaOutputs(results, returned.mirrored, values, parts, gradients, scope.records, returned.nest)
 
-    def _call(self, sharded: list[Any], whole: list[Any], replica_id: jax.Array) -> _Returned:
+    def _call(
+        self, sharded: list[Any], whole: list[Any], replica_id: jax.Array, gathered: own_rows.Gathered | None = None
+    ) -> _Returned:
         """Calls the user's function with the arguments of one replica."""
         local_leaves, shared_leaves = iter(sharded), iter(whole)
         leaves = list(self._leaves)
         self._fill(leaves, differs, local_leaves)
         self._fill(leaves, is_equal_everywhere, shared_leaves)
-        masks = tuple(RowMask(next(local_leaves), next(shared_leaves), sizes=rows.sizes) for rows in self._rows)
         self._fill(leaves, is_array, shared_leaves)
         args, kwargs = self._tree.unflatten(leaves)
-        replica = ReplicaContext(self._strategy, replica_id, masks)
+        batches = self._batches_of_replica(replica_id, None if gathered is None else gathered.share)
+        replica = ReplicaContext(self._strategy, replica_id, batches, None if gathered is None else gathered.sizes)
         with context.enter(Mode(self._strategy, replica)):
             result = explain.call(self._fn, args, kwargs)
-        leaves = flatten(result)[0]
+        leaves, tree = flatten(result)
+        if gathered is not None and gathered.numbers:
+            # A replica without rows has traced another number than its own.
+            leaves = [_number(x, replica.rows) if i in gathered.numbers else x for i, x in enumerate(leaves)]
+            result = tree.unflatten(leaves)
         results = [x for x in leaves if _is_traced(x)]
         mirrored = [x.value for x in leaves if is_equal_everywhere(x)]
-        return _Returned(results, mirrored, _Nest(result), replica.padding)
+        return _Returned(results, mirrored, _Nest(result), replica.rows)
+
+    def _batches_of_replica(
+        self, replica_id: jax.Array, share: own_rows.Share | None = None
+    ) -> tuple[ReplicaRows, ...]:
+        """Returns the rows that a replica has of each batch.
+
+        Args:
+          replica_id: the number of the replica.
+          share: the sizes of the arguments, if they are the rows of the replica and nothing else. None if they may be padded.
+        """
+        if share is None:
+            return tuple(ReplicaRows(x.counts, replica_id, max(1, *x.counts), is_padded=True) for x in self._batches)
+        sizes = share.sizes[len(self._sizes) :]
+        return tuple(ReplicaRows(x.counts, replica_id, n[0]) for x, n in zip(self._batches, sizes, strict=True) if n)
 
     def _fill(self, leaves: list[Any], kind: Callable[[Any], bool], values: Iterable[Any]) -> None:
         places = (i for i, x in enumerate(self._leaves) if kind(x))
@@ -434,11 +498,11 @@ def _always(record: Record) -> Record:
     return record if record.condition is not None else dataclasses.replace(record, condition=jnp.bool_(True))
 
 
-def _combine_at_boundary(entries: list[Entry], padding: RowMask | None) -> list[Any]:
+def _combine_at_boundary(entries: list[Entry], rows: ReplicaRows | None) -> list[Any]:
     """Returns the value of each variable for all replicas. None for variables that several replicas combine on demand."""
     is_alone = lax.axis_size(REPLICA_AXIS) == 1
     diverged = [e for e in entries if (e.diverged or e.policy.on_read) and not e.policy.on_demand]
-    combined = dict(zip(map(id, diverged), combine(diverged, padding) if diverged else (), strict=True))
+    combined = dict(zip(map(id, diverged), combine(diverged, rows) if diverged else (), strict=True))
     return [None if e.policy.on_demand and not is_alone else combined.get(id(e), e.value) for e in entries]
 
 
@@ -459,6 +523,10 @@ def _first_of_array(array: jax.Array) -> jax.Array:
     # This is the layout that the array has anyway. Stating it keeps XLA on CPUs from fusing the squeeze with a transpose that
     # follows, which a recurrent layer begins with. Fused, they copy the batch once more; apart, they cost nothing.
     return with_layout_constraint(component, Layout(tuple(range(component.ndim))))
+
+
+def _number(value: Any, rows: ReplicaRows | None) -> jax.Array:
+    return jnp.asarray(value) if rows is None else rows.with_rows(jnp.asarray(value))
 
 
 def _is_traced(leaf: object) -> bool:

@@ -34,11 +34,11 @@ def trace_program(
       DiscoveryMismatch: `fn` creates another variable each time it is traced.
     """
     random_states = slips.random_states()
-    discovery, made = _traced_whole(fn, inputs, named)
+    discovery, made = _traced_whole(fn, inputs, named, is_eager=eager)
     if made or slips.random_states() != random_states:
         # Creating a variable draws a seed, and the first random number creates the global generator. The second trace does neither.
         random_states = slips.random_states()
-        discovery, made = _traced_whole(fn, inputs, named)
+        discovery, made = _traced_whole(fn, inputs, named, is_eager=eager)
     if made:
         raise DiscoveryMismatch(made[0])
     slips.warn_of_random_numbers(random_states)
@@ -47,12 +47,12 @@ def trace_program(
 
 
 def _traced_whole(
-    fn: Callable[[PyTree], Parts], inputs: PyTree, named: Callable[..., Any] | None
+    fn: Callable[[PyTree], Parts], inputs: PyTree, named: Callable[..., Any] | None, *, is_eager: bool
 ) -> tuple[Discovery, list[keras.Variable]]:
     """Traces a whole program. Returns the trace, and the variables that were created while tracing."""
     # New variables get their first values when this outer scope closes, outside the trace.
     with keras.StatelessScope():
-        discovery = trace(functools.partial(_program, fn), inputs, named=named)
+        discovery = trace(functools.partial(_program, fn), inputs, named=named, is_eager=is_eager)
         return discovery, [v for v in discovery.variables if compat.is_new(v)]
 
 
@@ -107,7 +107,11 @@ def _program(fn: Callable[[PyTree], Parts], scope: LiftScope, inputs: PyTree) ->
 
 
 def trace(
-    fn: Callable[..., Any], *args: PyTree, named: Callable[..., Any] | None = None, mapped: bool = False
+    fn: Callable[..., Any],
+    *args: PyTree,
+    named: Callable[..., Any] | None = None,
+    mapped: bool = False,
+    is_eager: bool = False,
 ) -> Discovery:
     """Traces `fn(scope, *args)`.
 
@@ -118,11 +122,12 @@ def trace(
       *args: the arguments after the scope.
       named: the user's function that `fn` calls. JAX names it if a value leaks.
       mapped: whether `fn` is the program of one of several replicas.
+      is_eager: whether `fn` will be executed with real values.
     """
-    discovery = _traced_once(fn, None, *args, named=named, mapped=mapped)
+    discovery = _traced_once(fn, None, *args, named=named, mapped=mapped, is_eager=is_eager)
     if all(map(all, discovery.connected)):
         return discovery
-    return _traced_once(fn, discovery.connected, *args, named=named, mapped=mapped)
+    return _traced_once(fn, discovery.connected, *args, named=named, mapped=mapped, is_eager=is_eager)
 
 
 def _traced_once(
@@ -131,12 +136,13 @@ def _traced_once(
     *args: PyTree,
     named: Callable[..., Any] | None,
     mapped: bool,
+    is_eager: bool,
 ) -> Discovery:
     passes: list[Tracing] = []
     scopes: list[LiftScope] = []
 
     def lifted(*args: PyTree) -> PyTree:
-        passes.append(Tracing(connected))
+        passes.append(Tracing(connected, is_eager=is_eager))
         scopes.append(LiftScope(passes[0], mapped=mapped))
         return fn(scopes[0], *args)
 

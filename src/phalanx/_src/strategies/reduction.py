@@ -8,12 +8,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from phalanx._src.collectives import primitives
 from phalanx._src.collectives.accumulation import dtype_of, term
 from phalanx._src.collectives.cross_device import CrossDeviceOps
 from phalanx._src.mesh.arrays import over_rows
-from phalanx._src.mesh.values import Mirrored, PerReplica, ReplicaLocal, RowMask, check_size, differs
+from phalanx._src.mesh.values import Mirrored, PerReplica, ReplicaLocal, Rows, check_size, differs
 from phalanx._src.options import ReduceOp
 from phalanx.errors import InputError, ReduceOpError, arguments, shown
 from phalanx.typing import PyTree
@@ -65,7 +66,7 @@ def _(value: PerReplica, op: ReduceOp, axis: Axis, num_replicas: int, ops: Cross
     check_size(value, num_replicas)
     data = primitives.to_array(value.data)
     if axis is None and op is ReduceOp.MEAN and value.rows is None and value.batch is not None:
-        return _mean_where_rows(data, value.batch)
+        return _mean_where_rows(data, np.array([0 not in size for size in value.batch.sizes]))
     return _reduce_global(op, data, axis, value.rows)
 
 
@@ -75,19 +76,21 @@ def _(value: ReplicaLocal, op: ReduceOp, axis: Axis, num_replicas: int, ops: Cro
     dims = _dims(axis, data.ndim)
     # In a merge function only the shape suggests that a value has rows, and a gradient may have this shape by chance.
     # So the mask applies only if the caller reduces the rows.
-    rows = value.rows if 0 in dims else None
+    counts = value.has_rows if value.mask is None or 0 not in dims else value.mask
     terms = term(op, data)
-    if rows is not None:
-        terms = jnp.where(over_rows(rows.mask, data), terms, 0)
+    if counts is not None:
+        terms = jnp.where(over_rows(counts, data), terms, 0)
     part = terms.sum(axis=dims) if dims else terms
     total = (
         primitives.all_reduce(ReduceOp.SUM, part, num_replicas) if ops is None else ops.reduce(ReduceOp.SUM, part, part)
     )
     if op is ReduceOp.SUM:
         return total
-    elements_per_row = math.prod(data.shape[d] for d in dims if d > 0)
-    count = rows.count if rows is not None else num_replicas * (data.shape[0] if 0 in dims else 1)
-    return (total / (count * elements_per_row)).astype(dtype_of(op, data.dtype))
+    dtype, elements = dtype_of(op, data.dtype), math.prod(data.shape[d] for d in dims)
+    if counts is None:
+        return (total / (num_replicas * elements)).astype(dtype)
+    own = jnp.where(counts, elements // (counts.shape[0] if counts.ndim else 1), 0).sum()
+    return (total / jnp.maximum(primitives.all_reduce(ReduceOp.SUM, own, num_replicas), 1)).astype(dtype)
 
 
 def check_axis(axis: object) -> None:
@@ -132,7 +135,7 @@ def check_mergeable(value: PerReplica, axis: Axis) -> None:
     Raises:
       InputError: `value` holds padded batches of several steps, and `axis` is not None.
     """
-    if axis is not None and value.rows is not None and value.rows.row_dim:
+    if axis is not None and value.rows is not None and value.rows.dims != (0,):
         raise InputError(
             f"reduce(axis={shown(axis)}) of a result of run_steps, with cross-device operations that do not add",
             "the replicas have different numbers of rows in each step.",
@@ -159,41 +162,46 @@ def _(value: PerReplica, axis: int, num_replicas: int) -> jax.Array:
     check_size(value, num_replicas)
     data = jnp.asarray(value.data)
     dim = primitives.canonical_dim(axis, data.ndim - 1, "axis")
-    if value.rows is not None and value.rows.row_dim:
+    if value.rows is not None and value.rows.dims != (dim,):
+        dims = value.rows.dims
         raise InputError(
-            f"gather(axis={axis}) of a result of run_steps",
-            "the replicas have different numbers of rows in each step.",
-            "call strategy.run once per step, or strategy.reduce(op, value, axis=1)",
+            f"gather(axis={axis})",
+            f"the components have different sizes in {'dim' if len(dims) == 1 else 'dims'} {', '.join(map(str, dims))}.",
+            f"axis={dims[0]}" if len(dims) == 1 else "strategy.experimental_local_results(value)",
         )
-    if value.rows is not None and dim != 0:
-        raise InputError(f"gather(axis={axis})", "the components have different numbers of rows.", "axis=0")
+    if value.rows is not None:
+        return jnp.concatenate([value.rows.cut(data[i], i) for i in range(num_replicas)], axis=dim)
     shape = data.shape[1:]
     return jnp.moveaxis(data, 0, dim).reshape(*shape[:dim], num_replicas * shape[dim], *shape[dim + 1 :])
 
 
-def _reduce_global(op: ReduceOp, data: jax.Array, axis: Axis, rows: RowMask | None) -> jax.Array:
+def _reduce_global(op: ReduceOp, data: jax.Array, axis: Axis, rows: Rows | None) -> jax.Array:
     dims = _dims(axis, data.ndim - 1)
     reduced = (0, *(d + 1 for d in dims))
     dtype, data = dtype_of(op, data.dtype), term(op, data)
     if rows is None:
         total = data.sum(axis=reduced)
         return total if op is ReduceOp.SUM else (total / math.prod(data.shape[d] for d in reduced)).astype(dtype)
-    if rows.row_dim not in dims:
+    missing = [dim for dim in rows.dims if dim not in dims]
+    if missing:
         raise InputError(
-            f"reduce(axis={shown(axis)})", "the components have different numbers of rows.", f"axis={rows.row_dim}"
+            f"reduce(axis={shown(axis)})", "the components have different numbers of rows.", f"axis={missing[0]}"
         )
-    mask = jnp.asarray(rows.mask)
-    elements_per_row = math.prod(data.shape[d] for d in reduced if d >= mask.ndim)
-    mask = over_rows(mask, data)
+    mask = over_rows(rows.mask(data.shape), data)
     total = jnp.where(mask, data, 0).sum(axis=reduced)
-    return total if op is ReduceOp.SUM else (total / (mask.sum(axis=reduced) * elements_per_row)).astype(dtype)
+    if op is ReduceOp.SUM:
+        return total
+    sizes = (math.prod(np.asarray(size)[[d for d in dims if d < len(size)]]) for size in rows.sizes)
+    elements = sum(sizes) * math.prod(data.shape[d + 1] for d in dims if d >= len(rows.sizes[0]))
+    mean: jax.Array = (total / elements).astype(dtype)
+    return mean
 
 
-def _mean_where_rows(data: jax.Array, rows: RowMask) -> jax.Array:
-    """Averages over the replicas that had a real row, separately per step if there are several steps."""
-    counts = over_rows(jnp.asarray(rows.mask).any(axis=-1), data)
+def _mean_where_rows(data: jax.Array, has_rows: np.ndarray) -> jax.Array:
+    """Averages over the replicas that have rows."""
+    counts = over_rows(jnp.asarray(has_rows), data)
     total = jnp.where(counts, term(ReduceOp.MEAN, data), 0).sum(axis=0)
-    return (total / jnp.maximum(counts.sum(axis=0), 1)).astype(dtype_of(ReduceOp.MEAN, data.dtype))
+    return (total / max(1, int(has_rows.sum()))).astype(dtype_of(ReduceOp.MEAN, data.dtype))
 
 
 def _of_one(op: ReduceOp, value: Any) -> Any:

@@ -7,7 +7,6 @@ from typing import Any, TypeVar, final
 import jax
 import jax.numpy as jnp
 import keras
-import numpy as np
 
 from phalanx._src.collectives import primitives
 from phalanx._src.collectives.cross_device import CrossDeviceOps
@@ -15,10 +14,8 @@ from phalanx._src.mesh.values import (
     DistributedValues,
     Mirrored,
     PerReplica,
-    RowMask,
     differs,
     flatten,
-    is_distributed,
     map_leaves,
 )
 from phalanx._src.options import ReduceOp
@@ -38,7 +35,6 @@ from phalanx._src.tracing.policy import initial_components, policy_of
 from phalanx._src.tracing.scope import innermost
 from phalanx._src.tracing.strategy import AbstractStrategy
 from phalanx._src.typed_jax import with_sharding_constraint
-from phalanx.errors import ContextError
 from phalanx.errors.frames import boundary
 from phalanx.typing import PyTree
 
@@ -125,17 +121,15 @@ class AbstractResults(AbstractStrategy):
 
         Args:
           value: a pytree of `PerReplica` values. Other values are returned unchanged.
-          axis: the dim along which to concatenate. Along dim 0, components may have different numbers of rows, and
-            padded rows are dropped.
+          axis: the dim along which to concatenate. The components may have different sizes in it.
 
         Returns:
           A pytree of arrays.
 
         Raises:
-          ContextError: called in replica context, or on a padded batch in `phalanx.function`, where the number of real
-            rows is unknown while the program is traced.
+          ContextError: called in replica context.
           ReduceOpError: a leaf does not have the dim `axis`.
-          InputError: the components have different numbers of rows, and `axis` is not 0.
+          InputError: the components have different sizes in another dim.
 
         Example:
           >>> import jax.numpy as jnp, phalanx
@@ -147,23 +141,9 @@ class AbstractResults(AbstractStrategy):
         context.require_cross_replica("Strategy.gather", self, "phalanx.get_replica_context().all_gather(value, axis)")
         check_dim(axis)
         check_components(flatten(value)[0])
-        padded = any(_rows_of(x) is not None for x in flatten(value)[0])
-        if padded and innermost() is not None:
-            raise ContextError(
-                "Strategy.gather of a padded batch in phalanx.function",
-                "the number of real rows is unknown while the program is traced.",
-                "call strategy.gather outside phalanx.function",
-            )
         leaf = lambda x: gather_leaf(x, axis, self.num_replicas_in_sync)  # noqa: E731
         value = map_leaves(_checked_array, value)
-        whole = self.in_program(("gather", axis), lambda v: map_leaves(leaf, v), value)
-        if not padded:
-            return whole
-        masks = jax.tree.map(_mask_of, value, is_leaf=is_distributed)
-        masks = self.in_program(
-            ("gather", 0), lambda v: map_leaves(lambda x: gather_leaf(x, 0, self.num_replicas_in_sync), v), masks
-        )
-        return jax.tree.map(_real_rows, value, whole, masks, is_leaf=is_distributed)
+        return self.in_program(("gather", axis), lambda v: map_leaves(leaf, v), value)
 
     @final
     def experimental_local_results(self, value: PyTree) -> tuple[Any, ...]:
@@ -227,17 +207,3 @@ def _checked_array(value: T) -> T:
     if isinstance(value, jax.Array):
         primitives.check_arrays(value)
     return value
-
-
-def _rows_of(value: object) -> RowMask | None:
-    return value.rows if isinstance(value, DistributedValues) else None
-
-
-def _mask_of(value: object) -> PyTree:
-    """Returns the padding mask of a padded value, as a per-replica value. Returns 0 for other values."""
-    rows = _rows_of(value)
-    return 0 if rows is None else PerReplica(rows.mask)
-
-
-def _real_rows(value: object, whole: PyTree, mask: object) -> PyTree:
-    return whole if _rows_of(value) is None else whole[np.flatnonzero(np.asarray(mask))]

@@ -286,17 +286,17 @@ class VariableScope(compat.AbstractLiftScope):
             return total
         # The mean of `all_reduce` is a float32, in which a counter would stop at 2**24.
         if is_integer(value.dtype):
-            mean = mean_of_integers(value, None if replica.padding is None else replica.padding.has_rows)
+            mean = mean_of_integers(value, replica.rows)
         else:
             mean = replica.all_reduce(ReduceOp.MEAN, value)
         # A batch without a single real row changes nothing.
-        return mean if replica.padding is None else jnp.where(replica.padding.count > 0, mean, entry.value)
+        return mean if replica.rows is None or replica.rows.total else entry.value
 
     @staticmethod
     def _of_rows(entry: Entry, value: jax.Array) -> jax.Array:
         """Returns `value` if this replica has real rows, else the present value: a mean over no rows is none."""
-        padding = context.require_replica().padding
-        return value if padding is None else jnp.where(padding.has_rows, value, entry.value)
+        rows = context.require_replica().rows
+        return value if rows is None else rows.with_rows(value, entry.value)
 
 
 def _difference(value: jax.Array, other: jax.Array) -> jax.Array | None:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Means over the real rows of the global batch. Each replica computes its share from its own rows."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -33,28 +34,31 @@ def reduce_rows(
     # A scalar is a loss that the user's function has already reduced, so there are no rows to mask.
     if values.ndim == 0:
         return values
-    mask = jnp.ones(values.shape[:1], bool) if replica.padding is None else replica.padding.mask
-    if len(mask) != len(values):
+    mask = replica.example_mask
+    if mask is not None and len(mask) != len(values):
         raise InputError(
             f"a Keras loss of {len(values)} rows",
             f"this batch is padded to {len(mask)} rows, so its mask does not fit the losses.",
             "return one loss per row of the batch, or compute sample_weight from get_replica_context().example_mask",
         )
     dtype, values = dtype_of(ReduceOp.MEAN, values.dtype), term(ReduceOp.MEAN, values)
-    is_real = over_rows(mask, values)
-    total = jnp.where(is_real, values, 0).sum()
+
+    def total_of(x: jax.Array) -> jax.Array:
+        return (x if mask is None else jnp.where(over_rows(mask, values), x, 0)).sum()
+
+    total = total_of(values)
     if not is_averaging:
         return total.astype(dtype)
     divisor = jnp.ones((), values.dtype)
     if reduction != "sum" and counts.ndim == 0:
-        # If all losses count equally, the divisor follows from the number of rows, which needs no all-reduce: the input
-        # pipeline sends the number of real rows along with a padded batch.
-        rows = len(mask) * replica.num_replicas_in_sync if replica.num_examples is None else replica.num_examples
-        losses_per_row = values.size // len(mask)
-        divisor = counts * jnp.asarray(rows * losses_per_row, values.dtype)
+        # If all losses count equally, the divisor follows from the numbers of rows, which all replicas know. A loss may have several
+        # values per row of the batch.
+        rows = replica.rows
+        places = len(values) if rows is None else rows.places
+        total_rows = places * replica.num_replicas_in_sync if rows is None else rows.total
+        divisor = counts * jnp.asarray(total_rows * values.size / max(1, places), values.dtype)
     elif reduction != "sum":
-        local_count = jnp.where(is_real, jnp.broadcast_to(counts, values.shape), 0).sum()
-        divisor = primitives.all_reduce(ReduceOp.SUM, local_count, replica.num_replicas_in_sync)
+        divisor = sum_over_replicas(replica, total_of(jnp.broadcast_to(counts, values.shape)))
     # The share is already exact, but Keras's trainer multiplies it by `replica.weight` later. The second division cancels that.
     return _divide_or_zero(_divide_or_zero(total, divisor), jnp.asarray(replica.weight, values.dtype)).astype(dtype)
 
@@ -68,27 +72,37 @@ def weight_of_mean(replica: ReplicaContext, weight: jax.Array | None) -> jax.Arr
     """
     if weight is None:
         return replica.weight
-    return weight if replica.padding is None else weight * replica.padding.mask.mean()
+    return weight if replica.example_mask is None else weight * replica.example_mask.mean()
 
 
-def moments(values: jax.Array, counts: jax.Array, axes: Sequence[int], *, replicas: int) -> tuple[Any, Any]:
+def sum_over_replicas(replica: ReplicaContext, value: jax.Array) -> jax.Array:
+    """Returns the sum of a value over the replicas that have rows."""
+    has_rows = None if replica.rows is None else replica.rows.has_rows
+    return primitives.all_reduce(ReduceOp.SUM, value, replica.num_replicas_in_sync, counts=has_rows)
+
+
+def moments(
+    replica: ReplicaContext, values: jax.Array, counts: jax.Array, axes: Sequence[int], *, everywhere: bool
+) -> tuple[Any, Any]:
     """Returns the mean and the variance of the values that count.
 
     Args:
+      replica: context of the replica.
       values: array (per_replica_batch, ...).
       counts: bool array of the same shape. True for values that count.
       axes: dims to reduce.
-      replicas: number of replicas to reduce over. 1 means this replica alone.
+      everywhere: whether to reduce over all replicas.
     """
 
     def mean(x: jax.Array) -> jax.Array:
         total = jnp.where(counts, x, 0).sum(axis=tuple(axes), keepdims=True)
-        return primitives.all_reduce(ReduceOp.SUM, total, replicas) / count
+        return summed(total) / count
 
     dtype, values = values.dtype, term(ReduceOp.MEAN, values)
+    summed = functools.partial(sum_over_replicas, replica) if everywhere else lambda x: x
     local_count = counts.sum(axis=tuple(axes), keepdims=True).astype(values.dtype)
     # At least 1, so that a batch of padding alone gives zeros and not NaNs.
-    count = jnp.maximum(primitives.all_reduce(ReduceOp.SUM, local_count, replicas), 1)
+    count = jnp.maximum(summed(local_count), 1)
     # A second all-reduce for the squares around the mean: E[x²] - E[x]² would cancel badly in float32.
     center = mean(values)
     variance = mean(jnp.square(values - center))
@@ -112,7 +126,7 @@ def check_loss(name: str, reduction: str, *, replicas: int) -> None:
 def weight_per_row(replica: ReplicaContext) -> jax.Array:
     """Returns the weight of one real row if one replica's rows of a full batch together have the weight 1."""
     assert replica.num_examples is not None
-    return replica.num_replicas_in_sync / replica.num_examples
+    return jnp.asarray(replica.num_replicas_in_sync / replica.num_examples)
 
 
 def _divide_or_zero(value: jax.Array, divisor: jax.Array) -> jax.Array:

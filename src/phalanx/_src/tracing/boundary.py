@@ -7,40 +7,35 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
 from phalanx._src import compat
 from phalanx._src.collectives import packing, primitives
-from phalanx._src.collectives.accumulation import Divisor, is_integer, mean_of_parts, parts_of_mean
+from phalanx._src.collectives.accumulation import is_integer, mean_of_parts, parts_of_mean
 from phalanx._src.compat import Variable
 from phalanx._src.mesh.layout import REPLICA_AXIS
-from phalanx._src.mesh.values import RowMask
 from phalanx._src.tracing.discovery import Entry
 from phalanx._src.tracing.policy import Combine, Policy, policy_of
+from phalanx._src.tracing.rows import ReplicaRows
 from phalanx._src.typed_jax import psum
 
 
-def combine(entries: Sequence[Entry], padding: RowMask | None) -> list[Any]:
+def combine(entries: Sequence[Entry], rows: ReplicaRows | None) -> list[Any]:
     """Combines the replicas' values of some variables, and returns one value per variable.
 
     The values cross the network in shared buffers, because one all-reduce per variable would be slower.
 
     Args:
       entries: the variables.
-      padding: row mask of this replica's batch, or None. A replica without real rows does not count in means. If the replicas have
-        unequal shares of a batch, they count by their rows in means of floats.
+      rows: the rows of this replica, by which it counts in means of floats. A mean of integers counts the replicas that have rows.
+        None if all replicas have equally many.
     """
-    has_rows = None if padding is None else padding.has_rows
-    # By whether a variable is of integers. The rows are too many to multiply integers by them.
-    weights = {True: has_rows, False: padding.mask.sum() if padding is not None and padding.sizes else has_rows}
-    kinds = {is_integer(entry.value.dtype) for entry in entries if entry.policy.combine is Combine.MEAN}
-    counts = {kind: _count(weights[kind]) for kind in kinds}
     prepared = []
     for entry in entries:
         # An all-reduce does not sum bools.
         x = entry.value.astype(jnp.int32) if entry.value.dtype == jnp.bool_ else entry.value
         if entry.policy.combine is Combine.MEAN:
-            kind = is_integer(x.dtype)
-            prepared.append(parts_of_mean(x, weights[kind], counts[kind]))
+            prepared.append(parts_of_mean(x, *_weight(rows, x.dtype)))
         else:
             # The sum of replica 0's value and zeros is a broadcast, and it can share a buffer with the other sums.
             prepared.append([primitives.only_on(0, x) if entry.policy.combine is Combine.FIRST else x])
@@ -54,29 +49,33 @@ def combine(entries: Sequence[Entry], padding: RowMask | None) -> list[Any]:
     for entry, totals in zip(entries, jax.tree.unflatten(structure, parts), strict=True):
         dtype = entry.value.dtype
         if entry.policy.combine is Combine.MEAN:
-            mean = mean_of_parts(totals, counts[is_integer(dtype)], dtype)
-            # If no replica has a real row, the variable keeps its value.
-            combined.append(mean if padding is None else jnp.where(padding.count > 0, mean, entry.initial))
+            mean = mean_of_parts(totals, _weight(rows, dtype)[1], dtype)
+            # If no replica has a row, the variable keeps its value.
+            combined.append(mean if rows is None or rows.total else entry.initial)
         else:
             combined.append(totals[0].astype(dtype))
     return combined
 
 
-def mean_of_integers(value: jax.Array, counts: jax.Array | None) -> jax.Array:
-    """Returns the mean of a variable of integers over the replicas, in its dtype.
+def mean_of_integers(value: jax.Array, rows: ReplicaRows | None) -> jax.Array:
+    """Returns the mean of a variable of integers over the replicas that have rows, in its dtype.
 
     Args:
       value: the value of this replica, or its increment.
-      counts: bool scalar. Whether this replica counts. None if all replicas count.
+      rows: the rows of this replica. None if all replicas have equally many.
     """
-    count = _count(counts)
-    return mean_of_parts(psum(parts_of_mean(value, counts, count), REPLICA_AXIS), count, value.dtype)
+    weight, count = _weight(rows, value.dtype)
+    return mean_of_parts(psum(parts_of_mean(value, weight, count), REPLICA_AXIS), count, value.dtype)
 
 
-def _count(weight: jax.Array | None) -> Divisor:
-    """Returns the sum of the weights of all replicas, at least 1. None stands for 1."""
-    count = lax.axis_size(REPLICA_AXIS)
-    return count if weight is None or count == 1 else jnp.maximum(psum(weight.astype(jnp.float32), REPLICA_AXIS), 1)
+def _weight(rows: ReplicaRows | None, dtype: DTypeLike) -> tuple[jax.Array | None, int]:
+    """Returns how much this replica counts in the mean of a variable, or None for 1, and how much all replicas do."""
+    if rows is None:
+        return None, lax.axis_size(REPLICA_AXIS)
+    # The rows are too many to multiply integers by them.
+    if is_integer(dtype):
+        return rows.has_rows, max(1, rows.num_replicas)
+    return jnp.asarray(rows.number), max(1, rows.total)
 
 
 def on_demand(

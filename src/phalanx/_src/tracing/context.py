@@ -4,7 +4,7 @@
 The state is in a context variable, so a scope that one thread enters does not affect other threads.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -20,8 +20,9 @@ from phalanx._src.collectives.accumulation import term
 from phalanx._src.collectives.cross_device import checked_options
 from phalanx._src.mesh.devices import device_name
 from phalanx._src.mesh.topology import NOWHERE
-from phalanx._src.mesh.values import ReplicaLocal, RowMask, flatten
+from phalanx._src.mesh.values import ReplicaLocal, flatten
 from phalanx._src.options import CommunicationOptions, ReduceOp
+from phalanx._src.tracing.rows import ReplicaRows
 from phalanx._src.tracing.strategy import AbstractStrategy, check_strategy
 from phalanx.errors import ContextError, InputError, InvalidArgumentError, MixedStrategyError, arguments, shown
 from phalanx.typing import PyTree
@@ -36,10 +37,11 @@ class ReplicaContext:
     Args:
       strategy: the strategy that runs the function.
       replica_id_in_sync_group: int32 scalar, traced. Number of this replica, from 0.
-      masks: row masks of the padded batches among the arguments.
+      batches: the rows of this replica of each batch among the arguments of which replicas have different numbers of rows.
+      gathered: function of the size of a dim that is gathered next. Returns its size on each replica, or None if they are equal.
 
     Raises:
-      InvalidArgumentError: `strategy` is not a strategy, the number is out of range, or `masks` is not a tuple of row masks.
+      InvalidArgumentError: `strategy` is not a strategy, the number is out of range, or `batches` is not a tuple of rows of a replica.
 
     Example:
       >>> import phalanx
@@ -52,7 +54,11 @@ class ReplicaContext:
     """
 
     def __init__(
-        self, strategy: AbstractStrategy, replica_id_in_sync_group: Any, masks: tuple[RowMask, ...] = ()
+        self,
+        strategy: AbstractStrategy,
+        replica_id_in_sync_group: Any,
+        batches: tuple[ReplicaRows, ...] = (),
+        gathered: Callable[[int], Sequence[int] | None] | None = None,
     ) -> None:
         check_strategy("strategy", strategy, "phalanx.get_replica_context()")
         is_id = isinstance(replica_id_in_sync_group, jax.Array) and not replica_id_in_sync_group.shape
@@ -64,9 +70,11 @@ class ReplicaContext:
                 most=strategy.num_replicas_in_sync - 1,
                 kind=f"the number of a replica, from 0 to {strategy.num_replicas_in_sync - 1}",
             )
-        if not isinstance(masks, tuple) or not all(isinstance(mask, RowMask) for mask in masks):
-            raise InvalidArgumentError(f"masks={shown(masks)}", "must be a tuple of row masks.", "leave `masks` out")
-        self._strategy, self._id, self._masks = strategy, replica_id_in_sync_group, masks
+        if not isinstance(batches, tuple) or not all(isinstance(batch, ReplicaRows) for batch in batches):
+            raise InvalidArgumentError(
+                f"batches={shown(batches)}", "must be a tuple of the rows of this replica.", "leave `batches` out"
+            )
+        self._strategy, self._id, self._batches, self._gathered = strategy, replica_id_in_sync_group, batches, gathered
 
     @property
     def strategy(self) -> AbstractStrategy:
@@ -91,51 +99,52 @@ class ReplicaContext:
 
     @property
     def example_mask(self) -> jax.Array | None:
-        """Bool array (per_replica_batch,). True for real rows of this replica's batch. None if the batch is not padded.
+        """Bool array (per_replica_batch,). True for real rows of this replica's batch. None if the replica sees its rows only.
+
+        A replica sees padding only in a step for which there was a warning, and in one that is not compiled.
 
         Raises:
           InputError: several batches with different padding were passed to `Strategy.run`.
         """
-        return self._row_mask.mask if self._row_mask else None
+        if all(rows.mask is None for rows in self._batches):
+            return None
+        return self._only_rows.mask if self._only_rows else None
 
     @property
-    def num_examples(self) -> jax.Array | None:
-        """Number of real rows in the global batch, a scalar. None if the batch is not padded.
+    def num_examples(self) -> int | None:
+        """Number of rows of the global batch. None if all replicas have as many rows as this one.
 
         Raises:
-          InputError: several batches with different padding were passed to `Strategy.run`.
+          InputError: several batches of which replicas have different numbers of rows were passed to `Strategy.run`.
         """
-        return self._row_mask.count if self._row_mask else None
+        return self._only_rows.total if self._only_rows else None
 
     @property
     def weight(self) -> jax.Array | float:
-        """This replica's fraction of the real rows of the global batch, a scalar. The fractions of all replicas add up to 1."""
-        if self.padding is None:
-            return 1 / self.num_replicas_in_sync
-        return self.padding.mask.sum() / jnp.maximum(self.padding.count, 1)
+        """This replica's fraction of the rows of the global batch, a scalar. The fractions of all replicas add up to 1."""
+        return 1 / self.num_replicas_in_sync if self.rows is None else self.rows.weight
 
     @property
-    def padding(self) -> RowMask | None:
-        """Row mask of this replica's batch. None if no batch is padded, or if several batches have different padding."""
-        return self._masks[0] if len(self._masks) == 1 else None
+    def rows(self) -> ReplicaRows | None:
+        """The rows of this replica. None if all replicas have equally many, or if there are several batches with different numbers."""
+        return self._batches[0] if len(self._batches) == 1 else None
 
     @property
-    def _row_mask(self) -> RowMask | None:
-        if len(self._masks) > 1:
+    def _only_rows(self) -> ReplicaRows | None:
+        if len(self._batches) > 1:
             raise InputError(
-                "the example mask of a replica",
-                f"{len(self._masks)} batches with different padding were passed to run, so there is no single mask.",
+                "the rows of a replica",
+                f"{len(self._batches)} batches with different numbers of rows per replica were passed to run.",
                 "call strategy.run once per dataset",
             )
-        return self._masks[0] if self._masks else None
+        return self._batches[0] if self._batches else None
 
     def all_reduce(
         self, reduce_op: ReduceOp | str, value: PyTree, options: CommunicationOptions | None = None
     ) -> PyTree:
         """Sums or averages `value` over the replicas and returns the result on every replica. Call it in replica context.
 
-        If the batch is padded, a mean counts only the replicas that have a real row. Sums have the dtypes of `jnp.sum`, and means those
-        of `jnp.mean`.
+        A replica without rows adds nothing, and does not count in a mean. Sums have the dtypes of `jnp.sum`, and means those of `jnp.mean`.
 
         The gradient is the all-reduce of the incoming gradient with the same operation, as in tf.distribute. So if a loss
         is all-reduced before it is differentiated, the gradients count the loss of every replica.
@@ -170,8 +179,8 @@ class ReplicaContext:
             # The user chose collectives that accumulate with another function, so a sum would give a different result.
             leaves, tree = flatten(value)
             return tree.unflatten(ops.batch_reduce(op, [(x, x) for x in leaves], options))
-        # A replica whose rows are all padding has nothing to contribute to a mean.
-        counts = None if self.padding is None else self.padding.has_rows
+        # A replica without rows has nothing to contribute.
+        counts = None if self.rows is None else self.rows.has_rows
 
         def reduce(tree: PyTree) -> PyTree:
             return primitives.all_reduce(op, tree, num_replicas, counts=counts, wire_dtype=options.wire_dtype)
@@ -190,12 +199,12 @@ class ReplicaContext:
         Gradients flow through the call.
 
         Args:
-          value: pytree of arrays. The shapes must be equal on all replicas. The padded rows of a short batch are included.
+          value: pytree of arrays. If replicas have different numbers of rows, those of all replicas are concatenated.
           axis: dim along which to concatenate.
           options: hints, as for `all_reduce`. They have no effect on how arrays are gathered.
 
         Returns:
-          A pytree like `value`. Dim `axis` is longer by a factor of the number of replicas.
+          A pytree like `value`. Dim `axis` has the rows of all replicas.
 
         Raises:
           ContextError: called outside the replica function of this context.
@@ -209,7 +218,7 @@ class ReplicaContext:
         """
         self._require("all_gather")
         checked_options(options)
-        return primitives.all_gather(value, axis, self.num_replicas_in_sync)
+        return primitives.all_gather(value, axis, self.num_replicas_in_sync, self._gathered)
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: PyTree = (), kwargs: dict[str, Any] | None = None
@@ -252,9 +261,12 @@ class ReplicaContext:
         """Wraps an array, so that a merge function sees that it may differ between replicas."""
         if self.num_replicas_in_sync == 1 or not isinstance(leaf, (jax.Array, np.ndarray)):
             return leaf
-        # `reduce(axis=0)` ignores padding only if it knows the mask. Only an array with one entry per row can have it.
-        has_rows = self.padding is not None and leaf.ndim > 0 and leaf.shape[0] == self.padding.mask.shape[0]
-        return ReplicaLocal(leaf, self.padding if has_rows else None)
+        rows = self.rows
+        if rows is None:
+            return ReplicaLocal(leaf)
+        # `reduce(axis=0)` leaves out padding only if it knows the mask. Only an array with one entry per row can have it.
+        is_padded = rows.is_padded and leaf.ndim > 0 and leaf.shape[0] == rows.places
+        return ReplicaLocal(leaf, rows.mask if is_padded else None, jnp.asarray(rows.number > 0))
 
     def _require(self, method: str) -> None:
         """Raises unless this context is current: a context that outlives its function would hold leaked tracers."""

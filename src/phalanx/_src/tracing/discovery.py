@@ -18,12 +18,11 @@ from typing_extensions import override
 
 from phalanx._src import compat
 from phalanx._src.compat import Variable
-from phalanx._src.mesh.values import RowMask
+from phalanx._src.mesh.values import Rows
 from phalanx._src.tracing import draws, markers
 from phalanx._src.tracing.draws import AbstractIterator, Draw
 from phalanx._src.tracing.policy import Policy, describe, policy_of
 from phalanx._src.tracing.strategy import AbstractStrategy, Update
-from phalanx._src.tracing.structure import Arguments
 from phalanx._src.typed_jax import set_current_trace
 from phalanx.errors import TraceError, VariableError
 from phalanx.typing import PyTree
@@ -69,10 +68,9 @@ class Discovery(Notes):
       has_tapes: whether the function enters a gradient tape.
       has_callback: whether the function calls back to Python while it runs.
       updates: optimizer updates that run after the program, without their gradients.
-      rows_each: for a `Strategy.run`, per result, the number of rows per row of a padded batch. 0 if the result has no dim of
-        rows.
+      sizes: for a `Strategy.run` whose replicas have different numbers of rows, per result, the sizes of its components, or None.
       steps: for a `Strategy.run` of several steps, the number of steps that its arguments are stacked for; else None.
-      shorter: for a `Strategy.run` whose replicas have unequal shares of a batch, traces for fewer rows, and their numbers of rows.
+      plan: for such a `Strategy.run`, the program of a replica: a `programs.own_rows.Plan`. None if replicas compute padding too.
       eager: whether the function is executed with real values instead of compiled.
     """
 
@@ -85,9 +83,9 @@ class Discovery(Notes):
     has_tapes: bool
     has_callback: bool
     updates: list[Update]
-    rows_each: tuple[int, ...] = ()
+    sizes: tuple[Rows | None, ...] = ()
     steps: int | None = None
-    shorter: "tuple[tuple[int, Discovery], ...]" = ()
+    plan: Any = None
     eager: bool = False
 
     @classmethod
@@ -173,11 +171,11 @@ class AbstractPass(ABC):
     Attributes:
       notes: what the function has done so far.
       marks_tapes: whether tapes leave markers in the trace. False in an eager execution, whose gradients are computed before.
-      drawn_rows: row masks of the batches that the function has drawn.
+      is_eager: whether the function is, or will be, executed with real values.
     """
 
     marks_tapes = True
-    drawn_rows: Sequence[RowMask] = ()
+    is_eager = True
 
     def __init__(self) -> None:
         self.notes = Notes()
@@ -224,10 +222,12 @@ class Tracing(AbstractPass):
 
     Args:
       connected: per gradient marker, which sources are connected, as an earlier trace found out. None in the first trace.
+      is_eager: whether the function will be executed with real values.
     """
 
-    def __init__(self, connected: Sequence[tuple[bool, ...]] | None = None) -> None:
+    def __init__(self, connected: Sequence[tuple[bool, ...]] | None = None, *, is_eager: bool = False) -> None:
         super().__init__()
+        self.is_eager = is_eager
         self.inputs: list[tuple[Variable | int, bool]] = []
         self.ids: list[Any] = []
         self._num_extra_inputs = 0
@@ -259,8 +259,7 @@ class Tracing(AbstractPass):
             return None
         with set_current_trace(self._trace):
             arrays = [self._extra_input(_aval(x)) for x in batch.arrays]
-        args, _, rows = Arguments.rebuild(batch.structure, batch.sizes, arrays)
-        self.drawn_rows = (*self.drawn_rows, *rows)
+        args, _ = batch.structure.join(arrays)
         return args  # type: ignore[no-any-return]
 
     @override

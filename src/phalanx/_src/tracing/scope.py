@@ -272,7 +272,7 @@ class LiftScope(VariableScope):
     def moments(
         self, values: jax.Array, counts: jax.Array, axes: Sequence[int], *, everywhere: bool
     ) -> tuple[Any, Any]:
-        return averages.moments(values, counts, axes, replicas=num_replicas() if everywhere else 1)
+        return averages.moments(context.require_replica(), values, counts, axes, everywhere=everywhere)
 
     @override
     def check_loss(self, name: str, reduction: str) -> None:
@@ -333,9 +333,15 @@ def _sharded_dim(strategy: AbstractStrategy, variable: Variable) -> int | None:
 
 
 def _weight(grads: Sequence[Any]) -> Sequence[Any]:
-    """Weights gradients of means over this replica's rows, such that the sum over the replicas is that of the global mean."""
+    """Weights gradients of means over this replica's rows, such that the sum over the replicas is that of the global mean.
+
+    A replica without rows has no gradients, whatever it has computed.
+    """
     mode = context.current()
-    if not mode.averaging or mode.replica is None:
+    if mode.replica is None:
         return grads
-    weight = jnp.asarray(mode.replica.weight)
-    return [None if g is None else g * weight.astype(g.dtype) for g in grads]
+    if mode.averaging:
+        weight = jnp.asarray(mode.replica.weight)
+        grads = [None if g is None else g * weight.astype(g.dtype) for g in grads]
+    rows = mode.replica.rows
+    return grads if rows is None else [None if g is None else rows.with_rows(g) for g in grads]

@@ -5,7 +5,6 @@ import copy
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -13,7 +12,7 @@ import numpy as np
 from jax.tree_util import tree_flatten
 
 from phalanx._src.mesh.arrays import as_number, copied, map_named
-from phalanx._src.mesh.values import Mirrored, PerReplica, RowMask, is_distributed
+from phalanx._src.mesh.values import Mirrored, PerReplica, Rows, is_distributed
 from phalanx.errors import InputError, TraceError, shown
 from phalanx.typing import PyTree
 
@@ -27,7 +26,7 @@ class AbstractStream:
 class _Array(NamedTuple):
     """A leaf that is an array. The `join` of each kind of leaf rebuilds the leaf from the next arrays."""
 
-    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask], streams: Sequence[AbstractStream]) -> PyTree:
+    def join(self, arrays: Iterator[Any], streams: Sequence[AbstractStream]) -> PyTree:
         return next(arrays)
 
 
@@ -35,18 +34,15 @@ class _PerReplica(NamedTuple):
     """A leaf that is a `PerReplica`.
 
     Args:
-      each: number of rows per row of the batch. None if the leaf has no row mask.
-      batch: number of the row mask of its batch. None if the leaf belongs to no padded batch.
+      rows: the sizes of its components. None if they are equal.
+      batch: the sizes of the components of its batch. None if they are equal.
     """
 
-    each: int | None
-    batch: int | None
+    rows: Rows | None
+    batch: Rows | None
 
-    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask], streams: Sequence[AbstractStream]) -> PyTree:
-        if self.batch is None:
-            return PerReplica(next(arrays))
-        batch = rows[self.batch]
-        return PerReplica(next(arrays), None if self.each is None else batch.repeated(self.each), batch)
+    def join(self, arrays: Iterator[Any], streams: Sequence[AbstractStream]) -> PyTree:
+        return PerReplica(next(arrays), self.rows, self.batch)
 
 
 class _Mirrored(NamedTuple):
@@ -54,7 +50,7 @@ class _Mirrored(NamedTuple):
 
     tree: PyTree
 
-    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask], streams: Sequence[AbstractStream]) -> PyTree:
+    def join(self, arrays: Iterator[Any], streams: Sequence[AbstractStream]) -> PyTree:
         return Mirrored(self.tree.unflatten([next(arrays) for _ in range(self.tree.num_leaves)]))
 
 
@@ -64,7 +60,7 @@ class _Stream(NamedTuple):
     kind: type
     number: int
 
-    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask], streams: Sequence[AbstractStream]) -> PyTree:
+    def join(self, arrays: Iterator[Any], streams: Sequence[AbstractStream]) -> PyTree:
         return streams[self.number]
 
 
@@ -82,7 +78,7 @@ class _Static:
     key: Hashable
     value: Any = field(compare=False)
 
-    def join(self, arrays: Iterator[Any], rows: Sequence[RowMask], streams: Sequence[AbstractStream]) -> PyTree:
+    def join(self, arrays: Iterator[Any], streams: Sequence[AbstractStream]) -> PyTree:
         return self.value
 
 
@@ -98,52 +94,49 @@ class Structure(NamedTuple):
     tree: PyTree
     leaves: tuple[Any, ...]
 
-    def join(self, arrays: Sequence[Any], rows: Sequence[RowMask], streams: Sequence[AbstractStream] = ()) -> PyTree:
-        """Returns the nest with these arrays, row masks and streams."""
+    def join(self, arrays: Sequence[Any], streams: Sequence[AbstractStream] = ()) -> PyTree:
+        """Returns the nest with these arrays and streams."""
         if not self.leaves:
             return self.tree.unflatten(())
         remaining = iter(arrays)
-        return self.tree.unflatten([leaf.join(remaining, rows, streams) for leaf in self.leaves])
+        return self.tree.unflatten([leaf.join(remaining, streams) for leaf in self.leaves])
 
 
 class Parts:
-    """A nest, split into its structure, arrays, row masks and streams.
+    """A nest, split into its structure, arrays and streams.
 
     Args:
       nest: pytree. Distributed values are leaves.
       as_array: function of a leaf that is neither a distributed value nor a JAX array. It returns the array that enters the
         program, or None if the leaf selects the program.
-      rows: row masks with known numbers. New ones are numbered after them.
       streams: streams with known numbers. Any other stream is then a static leaf. None means that all streams are new.
 
     Attributes:
       structure: the nest without its arrays.
       arrays: its arrays, in order.
       sharded: per array, whether its leading dim is the replica.
-      rows: row masks of its per-replica leaves. Leaves of the same batch share one mask.
       streams: its streams, each once.
     """
 
-    __slots__ = ("arrays", "rows", "sharded", "streams", "structure")
+    __slots__ = ("arrays", "sharded", "streams", "structure")
 
     def __init__(
         self,
         nest: PyTree,
         as_array: Callable[[Any], Any] = lambda leaf: None,
-        rows: Sequence[RowMask] = (),
         streams: Sequence[AbstractStream] | None = None,
     ) -> None:
         leaves, tree = tree_flatten(nest, is_distributed)
         kinds: list[Any] = []
         arrays: list[Any] = []
         sharded: list[bool] = []
-        all_rows, all_streams = list(rows), list(streams or ())
+        all_streams = list(streams or ())
         # Arguments are split at every step, so the common kinds of leaves are handled in this loop, without function calls.
         for leaf in leaves:
             if isinstance(leaf, PerReplica):
                 arrays.append(leaf.data)
                 sharded.append(True)
-                kinds.append(_UNPADDED if leaf.batch is None else _padded(leaf.rows, leaf.batch, all_rows))
+                kinds.append(_EQUAL if leaf.batch is None else _PerReplica(leaf.rows, leaf.batch))
             elif isinstance(leaf, Mirrored):
                 values, mirrored_tree = tree_flatten(leaf.value)
                 arrays += [x if (array := as_array(x)) is None else array for x in values]
@@ -162,7 +155,7 @@ class Parts:
             else:
                 kinds.append(_static(leaf))
         self.structure = Structure(tree, tuple(kinds))
-        self.arrays, self.sharded, self.rows, self.streams = arrays, sharded, all_rows, all_streams
+        self.arrays, self.sharded, self.streams = arrays, sharded, all_streams
 
 
 _conversions: list[Callable[[Any], Any]] = []
@@ -189,14 +182,13 @@ class Arguments(Parts):
       kwargs: keyword arguments.
 
     Attributes:
-      sizes: sizes of shares of each row mask. See `RowMask`.
       key: structure, shapes and dtypes of the arguments, which select the program.
 
     Raises:
       InputError: JAX cannot represent an argument. The error names the argument.
     """
 
-    __slots__ = ("key", "sizes")
+    __slots__ = ("key",)
 
     def __init__(self, args: PyTree, kwargs: PyTree) -> None:
         try:
@@ -206,14 +198,9 @@ class Arguments(Parts):
             for nest, name in ((args, "args"), (kwargs, "kwargs")):
                 map_named(as_number, nest, name, is_leaf=is_distributed)
             raise
-        # The masks come last, where `rebuild` finds them.
-        for rows in self.rows:
-            self.arrays += (rows.mask, np.int32(rows.count))
-            self.sharded += (True, False)
         if _conversions:
             self._convert()
-        self.sizes: tuple[tuple[int, ...], ...] = tuple(map(attrgetter("sizes"), self.rows))
-        self.key: Hashable = (self.structure, self.sizes, tuple(map(_spec, self.arrays)))
+        self.key: Hashable = (self.structure, tuple(map(_spec, self.arrays)))
 
     def converted(self) -> "Arguments":
         """Returns these arguments as programs take them in the current `converting` context."""
@@ -224,19 +211,6 @@ class Arguments(Parts):
     def _convert(self) -> None:
         pairs = zip(self.arrays, self.sharded, strict=True)
         self.arrays = [_conversions[-1](x) if is_sharded else x for x, is_sharded in pairs]
-
-    @staticmethod
-    def rebuild(
-        structure: Structure,
-        sizes: Sequence[tuple[int, ...]],
-        arrays: Sequence[Any],
-        streams: Sequence[AbstractStream] = (),
-    ) -> tuple[Any, Any, list[RowMask]]:
-        """Returns `(args, kwargs, row masks)` with these arrays, sizes of shares and streams. It is the inverse of the constructor."""
-        first_mask = len(arrays) - 2 * len(sizes)
-        masks = range(first_mask, len(arrays), 2)
-        rows = [RowMask(arrays[i], arrays[i + 1], sizes=shares) for i, shares in zip(masks, sizes, strict=True)]
-        return (*structure.join(arrays[:first_mask], rows, streams), rows)
 
 
 def require_alive(args: PyTree, kwargs: PyTree) -> None:
@@ -281,12 +255,7 @@ _FITS = 2.0**31
 _NARROW_SCALARS = frozenset((np.float32, np.float16, np.int32, np.int16, np.int8, np.uint8))
 _NARROW = frozenset(map(np.dtype, _NARROW_SCALARS))
 """Types whose values all fit into JAX arrays without 64-bit types, so they need no check."""
-_ARRAY, _UNPADDED = _Array(), _PerReplica(None, None)
-
-
-def _padded(rows: RowMask | None, batch: RowMask, all_rows: list[RowMask]) -> _PerReplica:
-    """Returns the kind of a `PerReplica` of a padded batch."""
-    return _PerReplica(None if rows is None else rows.each, add_once(batch, all_rows))
+_ARRAY, _EQUAL = _Array(), _PerReplica(None, None)
 
 
 def _static(leaf: Any) -> _Static:

@@ -65,8 +65,6 @@ class Facts:
       has_random_access: whether a worker can read its own rows only.
       is_in_memory: whether the rows are in memory, so that reading is cheap and cannot fail.
       is_borrowed: whether the arrays of a batch belong to the user or to a library that may change them after the read.
-      one_layout: whether all batches are padded to one layout, so that they share one program. If not, a batch is padded
-        only as far as the replicas need, and a batch of another size is compiled separately.
       whole: the facts about the source whose batches these are parts of. None if they are whole.
     """
 
@@ -78,7 +76,6 @@ class Facts:
     has_random_access: bool = False
     is_in_memory: bool = False
     is_borrowed: bool = False
-    one_layout: bool = True
     whole: "Facts | None" = None
 
 

@@ -200,7 +200,7 @@ class StepCache:
                 _TracedBatches(i, [tree.unflatten([next(rest) for _ in leaves]) for tree, leaves in of])
                 for i, of in enumerate(taken)
             ]
-            args, kwargs, _ = Arguments.rebuild(arguments.structure, arguments.sizes, inputs[: len(arrays)])
+            args, kwargs = arguments.structure.join(inputs[: len(arrays)])
             fill = lambda x: used[x.number].fill(x) if isinstance(x, Placeholder) else x  # noqa: E731
             args, kwargs = jax.tree.map(fill, (args, kwargs))
             return self._strategy.run(fn, args, kwargs) if step.is_run else fn(*args, **kwargs)
