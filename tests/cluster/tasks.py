@@ -31,6 +31,8 @@ from training import (  # noqa: F401
     loop_with,
     one_step,
     shuffled,
+    steered_apart,
+    stopped,
     summaries,
     verbs,
     writing,

@@ -222,6 +222,30 @@ def test_divergence_is_found_on_all_workers(cluster_of, size, where):
         assert f"/bias' on {where}; 1 variable differs in total." in text
 
 
+@pytest.mark.parametrize("ranks", [[0, 1], [1], [0]])
+def test_any_worker_stops_all(cluster_of, ranks):
+    """After the same batch or epoch, and at once if all want to."""
+    first, second = cluster_of(2, 1).call("stopped", ranks=ranks)
+    assert first == second
+    assert first["epochs"] == 2
+    assert first["updates"] == first["stop_training"] + 2
+    loops = [first[flag] for flag in training.STOPPERS]
+    assert first["rows"] == training.BATCH * loops[2]
+    assert all(count == 4 if len(ranks) == 2 else 4 <= count < training.ROWS // training.BATCH for count in loops)
+
+
+def test_callbacks_that_steer_apart(cluster_of):
+    """A score of own rows, a learning rate, and a user's state are found on all workers before they train apart."""
+    first, second = cluster_of(2, 1).call("steered_apart")
+    assert first == second
+    ends = [text.partition(", so that")[0].replace("\n", " ") for text in first]
+    assert ends == [
+        "fit on 2 workers, epoch 1: ReduceLROnPlateau.best is 1.0 on rank 0, 1.25 on rank 1",
+        "fit on 2 workers, epoch 2: SGD.learning_rate is 0.1 on rank 0, 0.05 on rank 1",
+        "fit on 2 workers, epoch 1: Counted.count is 1 on rank 0, 2 on rank 1",
+    ]
+
+
 @pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
 def test_arrays_of_different_lengths(cluster_of, method):
     """Equal numbers of batches, and of rows of the short one on each replica: before the first step all say so."""

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
@@ -296,6 +297,94 @@ def diverged(strategy: phalanx.Strategy) -> None:
     bias = model.weights[1]
     bias.assign(bias.value + (strategy.topology.worker_index == strategy.topology.num_workers - 1))
     phalanx.testing.assert_in_sync(model)
+
+
+STOPPERS = {
+    "stop_training": "on_train_batch_end",
+    "stop_evaluating": "on_test_batch_end",
+    "stop_predicting": "on_predict_batch_end",
+}
+
+
+def stopped(strategy: phalanx.Strategy, ranks: list[int]) -> dict[str, int]:
+    """Callbacks of some workers stop each loop after its fourth batch, and `fit` after its second epoch. Returns what was done."""
+    model = _small_model(strategy, keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9))
+    is_stopping, batches = strategy.topology.worker_index in ranks, dict.fromkeys(STOPPERS, 0)
+
+    def stopper(flag: str) -> keras.callbacks.Callback:
+        def hear(batch: int, logs: Any = None) -> None:
+            batches[flag] += 1
+            if is_stopping and batch == 3:
+                setattr(model, flag, True)
+
+        return keras.callbacks.LambdaCallback(**{STOPPERS[flag]: hear})
+
+    options = {"batch_size": BATCH, "verbose": 0}
+    model.fit(X, Y, epochs=2, callbacks=[stopper("stop_training")], **options)
+    model.evaluate(X, Y, callbacks=[stopper("stop_evaluating")], **options)
+    rows = len(model.predict(X, callbacks=[stopper("stop_predicting")], **options))
+
+    def end_epoch(epoch: int, logs: Any = None) -> None:
+        model.stop_training = is_stopping and epoch == 1
+
+    ending = keras.callbacks.LambdaCallback(on_epoch_end=end_epoch)
+    history = model.fit(X[:BATCH], Y[:BATCH], epochs=4, callbacks=[ending], **options)
+    phalanx.testing.assert_in_sync(model)
+    return batches | {"rows": rows, "epochs": len(history.epoch), "updates": int(model.optimizer.iterations)}
+
+
+class OwnScore(keras.callbacks.Callback):
+    """Writes a score into the logs that each worker computes from rows of its own."""
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Adds the score."""
+        logs["score"] = 1.0 + 0.25 * own_rank()
+
+
+class Counted(keras.callbacks.Callback):
+    """Counts in each worker what it likes, but says that its state is the same in all."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__()
+        self.count, self.step, self.own = 0, step, own_rank()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Counts."""
+        self.count += self.step
+
+    def get_state(self) -> dict[str, int]:
+        """What all workers share."""
+        return {"count": self.count}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        """Takes it over."""
+        self.count = state["count"]
+
+
+def own_rank() -> int:
+    """The number of this process."""
+    return jax.process_index()
+
+
+def steered_apart(strategy: phalanx.Strategy) -> list[str]:
+    """Trainings that callbacks steer apart, and one with such that do not. Returns their errors."""
+    rank, errors = own_rank(), []
+    plateau = keras.callbacks.ReduceLROnPlateau("score", mode="min", patience=0, factor=0.5)
+    rates = keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 / (1 + epoch * rank))
+    for callbacks in ([OwnScore(), plateau], [rates], [Counted(1 + rank)], [Counted(1)]):
+        model = _small_model(strategy)
+        try:
+            model.fit(X[:BATCH], Y[:BATCH], batch_size=BATCH, epochs=3, verbose=0, callbacks=callbacks)
+        except phalanx.errors.DivergenceError as e:
+            errors.append(str(e))
+    return errors
+
+
+def _small_model(strategy: phalanx.Strategy, rate: Any = 0.1) -> keras.Model:
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(rate), "mse")
+    return model
 
 
 def different_rows(strategy: phalanx.Strategy, rows: list[int], method: str, source: str) -> None:

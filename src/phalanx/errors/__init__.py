@@ -30,7 +30,7 @@
     │   └── CheckpointMismatchError (AssertionError)  a checkpoint of other objects than those that it is restored into
     ├── SummaryError (RuntimeError)           summaries that cannot be written
     ├── NanLossDuringTrainingError (RuntimeError)  a loss that is NaN
-    └── DivergenceError (AssertionError)      replicas that hold different values of the same variable
+    └── DivergenceError (AssertionError)      replicas or workers whose values differ, but must be equal
 
 Every message has three parts: the request, the reason why it fails, and a hint that shows what to write instead.
 
@@ -225,7 +225,7 @@ class NanLossDuringTrainingError(PhalanxError, RuntimeError):
 
 
 class DivergenceError(PhalanxError, AssertionError):
-    """Replicas hold different values of the same variable."""
+    """Replicas hold different values of the same variable, or workers train with different learning rates or callbacks."""
 
 
 class ClusterError(PhalanxError, ValueError):

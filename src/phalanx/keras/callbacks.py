@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Callbacks: a check that replicas are in sync, and the base of callbacks that count batches."""
+"""Callbacks: a check that replicas are in sync, the base of callbacks that count batches, and those that have a state."""
 
 from collections.abc import Sequence
 from typing import TypeAlias, final
@@ -15,6 +15,11 @@ Callbacks: TypeAlias = (
     keras.callbacks.CallbackList | keras.callbacks.Callback | Sequence[keras.callbacks.Callback] | None
 )
 """The argument `callbacks` of `fit`, `evaluate` and `predict`."""
+
+
+def has_state(callback: keras.callbacks.Callback) -> bool:
+    """Whether a callback itself says what its state is: by `get_state()` and `set_state(state)`, as in a checkpoint."""
+    return callable(getattr(callback, "get_state", None)) and callable(getattr(callback, "set_state", None))
 
 
 class BatchCounter(keras.callbacks.Callback):

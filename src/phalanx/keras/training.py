@@ -28,6 +28,7 @@ from phalanx._src.tracing import context
 from phalanx._src.tracing.policy import policy_of
 from phalanx.errors import ContextError, InvalidArgumentError, MissingDependencyError, PeerLostError, warn_of_slip
 from phalanx.keras import predictions, steps
+from phalanx.keras.agreement import settle_epoch, stops
 from phalanx.keras.backup import BackupAndRestore, FitProgress, informed
 from phalanx.keras.callbacks import Callbacks
 from phalanx.keras.data import EpochData, steps_in
@@ -160,7 +161,7 @@ class ModelTrainer:
             with interrupts.held():
                 self._read_on_demand()
                 run.end_epoch(epoch, progress.results)
-            if model.stop_training:
+            if settle_epoch(model, run.hooks.callbacks, self._topology, epoch):
                 break
         return progress.results or {}
 
@@ -244,7 +245,7 @@ class ModelTrainer:
                         rows = [predictions.rows(self._predict(batches, n), self._stacked(n)) for batches, n in parts]
                     outputs.append(predictions.joined(rows))
                     end(first + steps_in(parts) - 1, {"outputs": outputs[-1]})
-                    if model.stop_predicting:
+                    if stops(model.stop_predicting, self._topology):
                         break
                 hooks.on_predict_end()
         if not outputs:
@@ -378,7 +379,7 @@ class ModelTrainer:
                     training.end_steps(steps_in(parts))
                 if is_new:
                     end(first + steps_in(parts) - 1, logs)
-            if model.stop_training if kind == "train" else model.stop_evaluating:
+            if stops(model.stop_training if kind == "train" else model.stop_evaluating, self._topology):
                 break
         return compat.logs_or_metrics(model, logs)
 

@@ -47,12 +47,12 @@ class Net:
             if reason:
                 self.acted[rank].append((self.passed[rank], reason))
 
-    def settle(self):
+    def settle(self, steps=5):
         """Delivers everything, and lets all pass some points."""
         while any(self.links.values()):
             for link in self.links:
                 self.deliver(link)
-        for _ in range(5):
+        for _ in range(steps):
             for rank in range(len(self.points)):
                 self.step(rank)
 
@@ -82,6 +82,33 @@ def test_all_act_at_the_same_points(actions):
     assert bool(requests) == bool(net.acted[0])
     assert len(net.acted[0]) <= requests
     assert {point.first_reason is None for point in net.points} == {not requests}
+
+
+@settings(max_examples=500)
+@given(
+    st.lists(ACTIONS, max_size=60),
+    st.sets(st.integers(0, PROCESSES - 1), min_size=1),
+    st.integers(1, 4),
+)
+def test_those_who_ask_act_at_once(actions, asking, step):
+    """If all ask after the same step, all act there. If some do, all act there, or after the next one if a process has passed it."""
+    net = Net()
+
+    def go_on(rank):
+        if rank in asking and net.passed[rank] + 1 >= step and not net.acted[rank]:
+            net.points[rank].ask(WHY.format(rank))
+        net.step(rank)
+
+    for action, what in actions:
+        if action != "request":
+            {"step": go_on, "deliver": net.deliver}[action](what)
+    for _ in range(10):
+        for rank in range(PROCESSES):
+            go_on(rank)
+        net.settle(steps=0)
+    assert not any(point._is_held for point in net.points)
+    assert net.acted[0] == net.acted[1] == net.acted[2]
+    assert net.acted[0][0][0] in ({step} if len(asking) == PROCESSES else {step, step + 1})
 
 
 def test_second_request_does_not_replace_the_first_point():

@@ -263,7 +263,7 @@ def test_all_end_well(group, said):
 
 
 @pytest.mark.parametrize("asking", [0, 2])
-@pytest.mark.parametrize("of", ["sync_point", "change_point"])
+@pytest.mark.parametrize("of", ["sync_point", "change_point", "stop_point"])
 def test_all_act_at_one_point(group, of, asking):
     """A request of any process reaches all, at the same point, while they pass points at different speeds."""
     three = group(3)

@@ -64,6 +64,21 @@ class SyncPoint:
         else:
             self._say({"sync": {"request": reason}})
 
+    def ask(self, reason: str) -> None:
+        """Asks all processes to act at the next point that none has passed. Here `is_reached` waits until that point is known.
+
+        If all ask after the same step, they act there. Unlike after a `request`, the act must be a collective call, so that no
+        process can ask again before all have acted.
+
+        Args:
+          reason: see `request`.
+        """
+        with self._changed:
+            if self._is_held or self._agreed:
+                return  # They will act anyway.
+            self._is_held = self._rank != 0
+        self.request(reason)
+
     def is_reached(self) -> str | None:
         """Passes a point between two steps. Returns the reason to act there, or None to continue."""
         with self._changed:

@@ -91,11 +91,12 @@ class Watch(threading.Thread):
         now_s = clock()
         self._members = {r: Member(f"rank {r} ({addresses[r]})", now_s, now_s) for r in {rank, *lines}}
         self._rank, self._stall_s, self._outlive = rank, stall_s, outlive
-        self.sync_point = SyncPoint(rank, lines, self._say, self.waiting)
-        # All processes meet at this one to form another group.
-        self.change_point = SyncPoint(rank, lines, lambda said: self._say({"change": said["sync"]}), self.waiting)
         self._port = host_and_port(addresses[0])[1]
         self._lines = {r: MessageStream(connection) for r, connection in lines.items()}
+        self._points = {name: self._new_point(name) for name in ("sync", "change", "stop")}
+        # At the first point all processes save, at the second they form another group, and at the third they agree whether a
+        # loop over batches stops.
+        self.sync_point, self.change_point, self.stop_point = self._points.values()
         self._tick_s = min(_TICK_S, stall_s / 4)
         self._turn = self._step = self._depth = 0
         self._stopwatch, self._paces = Stopwatch(), Paces(len(addresses)) if rank == 0 else None
@@ -152,6 +153,10 @@ class Watch(threading.Thread):
             self._asked = None
             self._say({"asked": None})
             self.end(is_step=True, has_failed=True)
+
+    def _new_point(self, name: str) -> SyncPoint:
+        say = self._say
+        return SyncPoint(self._rank, self._lines, lambda message: say({name: message["sync"]}), self.waiting)
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -355,18 +360,16 @@ class Watch(threading.Thread):
                 self._verdict = Verdict(message["verdict"], bool(message["is_loss"]), message["hint"])
             elif "agreed" in message:
                 self._answer(Difference(*message["agreed"]) if message["agreed"] else None)
-            elif "sync" in message:
-                self.sync_point.hear(rank, message["sync"])
-            elif "change" in message:
-                self.change_point.hear(rank, message["change"])
+            elif name := next((name for name in self._points if name in message), None):
+                self._points[name].hear(rank, message[name])
             else:
                 self._members[rank].hear(message, now_s)
                 if self._paces and "pace" in message:
                     self._paces.hear(rank, message["pace"])
         if not is_open:
             self._members[rank].is_cut_off()
-            self.sync_point.lose(rank)
-            self.change_point.lose(rank)
+            for point in self._points.values():
+                point.lose(rank)
         return is_open, not is_open or any("asked" in message or "end" in message for message in messages)
 
     def _act(self, verdict: Verdict) -> None:
