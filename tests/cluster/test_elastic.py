@@ -478,7 +478,7 @@ strategy = phalanx.MultiWorkerMirroredStrategy()
 class Heard(keras.callbacks.Callback):
     def __init__(self):
         super().__init__()
-        self.heard = []
+        self.heard, self.pid = [], os.getpid()
         self.epochs = 0
     def on_epoch_begin(self, epoch, logs=None):
         self.heard.append(["begin", epoch])
@@ -494,17 +494,25 @@ with strategy.scope():
 rng = np.random.default_rng(0)
 x = rng.normal(size=(64, 4)).astype("float32")
 heard = Heard()
+plateau = keras.callbacks.ReduceLROnPlateau(patience=1, factor=0.9, min_delta=1.0)
+stop = keras.callbacks.EarlyStopping(patience=20, min_delta=1.0, restore_best_weights=True)
 history = model.fit(x, x.sum(1, keepdims=True), batch_size=8, epochs=20, validation_split=0.25, verbose=0, callbacks=[
     heard,
+    plateau,
+    stop,
     keras.callbacks.CSVLogger(here / "log.csv"),
     keras.callbacks.ModelCheckpoint(here / "best.weights.h5", save_best_only=True, save_weights_only=True),
 ]).history
-print(json.dumps({"heard": heard.heard, "epochs": heard.epochs, "losses": history["val_loss"]}), flush=True)
+names = ["best", "best_epoch", "cooldown_counter", "min_delta", "stopped_epoch", "wait"]
+states = [{name: vars(callback).get(name) for name in names} for callback in (plateau, stop)]
+weights = [np.asarray(v).tolist() for v in [*stop.best_weights, *model.weights, *model.optimizer.variables]]
+print(json.dumps({"heard": heard.heard, "epochs": heard.epochs, "losses": history["val_loss"], "is_own": heard.pid == os.getpid(),
+    "same": [states, weights], "rate": float(model.optimizer.learning_rate)}).replace("null", "None").replace("true", "True"), flush=True)
 """
 
 
 def test_callbacks_go_on_after_the_chief(tmp_path):
-    """Each batch and epoch is heard once; the new chief writes the files on, and all have the whole history."""
+    """Each batch and epoch is heard once; the new chief writes the files on, and all have the whole history, and the same state."""
 
     def kill_chief(process):
         log = tmp_path / "log.csv"
@@ -520,7 +528,10 @@ def test_callbacks_go_on_after_the_chief(tmp_path):
         assert len(set(zip(heard, np.cumsum([kind == "begin" for kind, _ in heard]), strict=True))) == len(heard)
         assert [n for kind, n in heard if kind == "end"] == list(range(20))[-len([n for k, n in heard if k == "end"]) :]
         assert each["epochs"] == len(each["losses"]) == 20
+        assert each["is_own"]
+        assert each["rate"] < 0.001
     assert found[0]["losses"] == found[1]["losses"]
+    assert found[0]["same"] == found[1]["same"]
     with (tmp_path / "log.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [int(row["epoch"]) for row in rows] == list(range(20))

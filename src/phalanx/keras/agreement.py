@@ -15,7 +15,7 @@ from phalanx._src.cluster.watch import watch
 from phalanx._src.input.wire import exchange_bytes
 from phalanx._src.mesh.topology import Topology
 from phalanx.errors import DivergenceError, listed, shown
-from phalanx.keras.callbacks import has_state
+from phalanx.keras.callbacks import digest_of, has_state
 from phalanx.typing import PyTree
 
 _STEERS = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
@@ -103,13 +103,9 @@ def _encoded(state: Mapping[str, PyTree]) -> Iterator[tuple[str, PyTree]]:
     """Yields the values of a state that JSON can hold."""
     for name, value in state.items():
         try:
-            yield str(name), text.encode(value.item() if isinstance(value, np.generic) else value, _digest)
+            yield str(name), text.encode(value.item() if isinstance(value, np.generic) else value, digest_of)
         except TypeError:
             continue
-
-
-def _digest(array: np.ndarray) -> str:
-    return hashlib.blake2b(array.tobytes(), digest_size=8).hexdigest()
 
 
 def _require_equal(states: Sequence[States], epoch: int) -> None:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Callbacks: a check that replicas are in sync, the base of callbacks that count batches, and those that have a state."""
 
+import hashlib
 from collections.abc import Sequence
 from typing import TypeAlias, final
 
 import keras
+import numpy as np
 from typing_extensions import override
 
 from phalanx.errors import arguments
@@ -20,6 +22,11 @@ Callbacks: TypeAlias = (
 def has_state(callback: keras.callbacks.Callback) -> bool:
     """Whether a callback itself says what its state is: by `get_state()` and `set_state(state)`, as in a checkpoint."""
     return callable(getattr(callback, "get_state", None)) and callable(getattr(callback, "set_state", None))
+
+
+def digest_of(array: np.ndarray) -> str:
+    """Returns a text that stands for an array in the state of a callback, to compare it with another."""
+    return hashlib.blake2b(array.tobytes(), digest_size=8).hexdigest()
 
 
 class BatchCounter(keras.callbacks.Callback):

@@ -1,9 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What `fit` hands over when processes die, leave or join: the counters of callbacks, and the work of the chief."""
+"""What `fit` hands over when processes die, leave or join: the state of callbacks, and the work of the chief.
 
-from collections.abc import Callable, Collection, Sequence
-from contextlib import suppress
+The state of a callback is what its `get_state` returns, or else all attributes that have changed since it was fresh: since its first
+`on_train_begin`. What has not changed is the same in a process that has just started, or belongs to a process, such as its rank.
+"""
+
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import keras
@@ -14,11 +19,18 @@ from phalanx._src.checkpoint import text
 from phalanx._src.elastic.training import Training
 from phalanx._src.input.wire import exchange_bytes
 from phalanx._src.mesh.topology import Topology
+from phalanx._src.programs.identity import IdentityMap
+from phalanx.errors import listed, warn_of_slip
 from phalanx.keras.backup import FitProgress
+from phalanx.keras.callbacks import digest_of, has_state
 from phalanx.keras.data import EpochData
+from phalanx.typing import PyTree
 
-_OF_PROCESS = ("_model", "append", "append_header", "model", "params")
+_OF_PROCESS = ("_model", "append", "append_header", "model", "params", "writer")
 """Attributes of a callback that belong to its own process."""
+
+Marks = Mapping[str, str | int]
+"""A mark for each attribute of a callback, which changes with its value: a text if the value can be sent, else its identity."""
 
 
 @dataclass
@@ -34,6 +46,7 @@ class Run:
       epochs: the number of epochs.
       validation_freq: after which epochs the validation runs.
       training: continues the training run if processes are lost. None if the group does not change.
+      fresh: the marks that callbacks had when they were fresh, also those of earlier calls of `fit`.
     """
 
     data: EpochData
@@ -44,6 +57,7 @@ class Run:
     epochs: int
     validation_freq: int | Collection[int]
     training: Training | None
+    fresh: IdentityMap[Marks] = field(default_factory=IdentityMap)
     _counters: list[dict[str, Any]] = field(default_factory=list, init=False)
 
     def begin_epoch(self, epoch: int) -> None:
@@ -78,6 +92,12 @@ class Run:
                     callback.on_epoch_end(epoch, logs)
             self.progress.called += 1
 
+    def note_fresh(self) -> None:
+        """Remembers what callbacks are like that have not trained before. Call it after `on_train_begin`."""
+        for callback in self._all():
+            if self.fresh.get(callback) is None:
+                self.fresh[callback] = _marks_of(callback)
+
     def share_counters(self, topology: Topology, *, has_arrays: bool = False) -> None:
         """Sends the counters of the chief's callbacks to all processes.
 
@@ -88,13 +108,20 @@ class Run:
         """
         payload = b""
         if topology.worker_index == 0:
-            payload = text.packed([_counters_of(callback, has_arrays=has_arrays) for callback in self._all()])
+            fresh = ((callback, self.fresh.get(callback) or {}) for callback in self._all())
+            payload = text.packed([_counters_of(c, has_arrays=has_arrays, fresh=marks) for c, marks in fresh])
         self._counters = text.unpacked(exchange_bytes(payload, topology.exchange)[0])
 
     def take_counters(self) -> None:
-        """Sets the counters of all callbacks to the last shared values."""
+        """Sets the counters of all callbacks to the last shared values, and names what could not be shared."""
         for callback, counters in zip(self._all(), self._counters, strict=False):
             _set_counters(callback, counters)
+            if counters["unsent"] and not _is_built_in(callback):
+                warn_of_slip(
+                    f"This process has joined a training, but {listed(counters['unsent'])} of {type(callback).__name__} cannot be sent "
+                    "to it, so the callback may act differently here.",
+                    "get_state(), which returns numbers, text, arrays or containers of these, and set_state(state), in the callback",
+                )
 
     def promote(self, is_writer: Callable[[Callback], bool]) -> None:
         """Adds the callbacks that only the chief runs, because this process has become the chief."""
@@ -107,6 +134,7 @@ class Run:
             callback.set_params(self.hooks.params)
             callback.set_model(self.hooks.model)
             callback.on_train_begin()
+            self.fresh[callback] = _marks_of(callback)
             if i < len(self._counters):
                 _set_counters(callback, self._counters[i])
             if self.training is not None and self.training.told[0] >= 0:
@@ -120,20 +148,65 @@ def _is_among(callback: Callback, callbacks: Sequence[Callback]) -> bool:
     return any(callback is other for other in callbacks)
 
 
-def _counters_of(callback: Callback, *, has_arrays: bool) -> dict[str, Any]:
-    """Returns the attributes that are numbers, text or containers of these. With `has_arrays`, also attributes with arrays."""
-    counters = {}
+def _is_built_in(callback: Callback) -> bool:
+    """Whether a callback is one of Keras or Phalanx, which make again what cannot be sent, such as files."""
+    return type(callback).__module__.partition(".")[0] in ("keras", "phalanx")
+
+
+def _mark_of(value: PyTree) -> str | int:
+    if _is_operation(value):
+        return f"keras.ops.{value.__name__}"
+    try:
+        return json.dumps(text.encode(value, digest_of))
+    except (
+        TypeError,
+        RuntimeError,
+    ):  # JAX raises the latter for an array that is deleted, or whose parts other processes have.
+        return id(value)
+
+
+def _is_operation(value: PyTree) -> bool:
+    """Whether a value is a function of `keras.ops`, such as the comparison of `EarlyStopping`. These are sent by their names."""
+    return callable(value) and getattr(keras.ops, getattr(value, "__name__", ""), None) is value
+
+
+def _marks_of(callback: Callback) -> Marks:
+    return {name: _mark_of(value) for name, value in vars(callback).items()}
+
+
+def _counters_of(callback: Callback, *, has_arrays: bool, fresh: Marks = MappingProxyType({})) -> dict[str, PyTree]:
+    """Returns the state of a callback: numbers, text and containers of these. With `has_arrays`, also attributes with arrays.
+
+    Args:
+      callback: the callback.
+      has_arrays: see `Run.share_counters`.
+      fresh: the marks that it had when it was fresh.
+    """
+    counters: dict[str, PyTree] = {"values": {}, "operations": {}, "unsent": []}
+    if has_state(callback):
+        state = callback.get_state()
+        return counters | ({"unsent": ["get_state()"]} if isinstance(_mark_of(state), int) else {"state": state})
     for name, value in vars(callback).items():
-        if name in _OF_PROCESS or value is None:  # None may stand for a file, or another object that is not open yet.
+        before = fresh.get(name)
+        # None may stand for a file, or another object that is not open.
+        if name in _OF_PROCESS or (value is None and not isinstance(before, str)):
             continue
-        if text.is_plain(value) or isinstance(value, np.generic):
-            counters[name] = value
-        elif has_arrays:
-            with suppress(TypeError):
-                text.packed(value)
-                counters[name] = value
+        if not (has_arrays or _is_operation(value) or text.is_plain(value) or isinstance(value, np.generic)):
+            continue
+        mark = _mark_of(value)
+        if isinstance(mark, int):
+            # A container may have changed although it is the same object.
+            if mark != before or isinstance(value, Collection):
+                counters["unsent"].append(name)
+        elif mark != before and _is_operation(value):
+            counters["operations"][name] = value.__name__
+        elif mark != before:
+            counters["values"][name] = value
     return counters
 
 
-def _set_counters(callback: Callback, counters: dict[str, Any]) -> None:
-    vars(callback).update(counters)
+def _set_counters(callback: Callback, counters: dict[str, PyTree]) -> None:
+    if "state" in counters:
+        callback.set_state(counters["state"])
+    operations = {name: getattr(keras.ops, operation) for name, operation in counters["operations"].items()}
+    vars(callback).update(counters["values"] | operations)

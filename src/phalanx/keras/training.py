@@ -20,6 +20,7 @@ from phalanx._src.cluster.watch import membership
 from phalanx._src.collectives.local_updates import DiLoCo
 from phalanx._src.elastic.training import GroupChange, Training, training_of
 from phalanx._src.mesh.topology import Topology
+from phalanx._src.programs.identity import IdentityMap
 from phalanx._src.programs.interrupts import Interrupts
 from phalanx._src.programs.program import without_collections
 from phalanx._src.programs.values import combine_on_demand
@@ -32,7 +33,7 @@ from phalanx.keras.agreement import settle_epoch, stops
 from phalanx.keras.backup import BackupAndRestore, FitProgress, informed
 from phalanx.keras.callbacks import Callbacks
 from phalanx.keras.data import EpochData, steps_in
-from phalanx.keras.handover import Run
+from phalanx.keras.handover import Marks, Run
 from phalanx.keras.programs import ReplicaStep, StepProgram, is_single
 from phalanx.keras.tensorboard import writing
 from phalanx.typing import PyTree
@@ -63,6 +64,7 @@ class ModelTrainer:
         self._hears_batches = False
         self._user_callbacks: list[keras.callbacks.Callback] = []
         self._training: Training | None = None
+        self._fresh: IdentityMap[Marks] = IdentityMap()
 
     @property
     def _model(self) -> keras.Model:
@@ -124,8 +126,9 @@ class ModelTrainer:
                 if self._has_peers and _any_of(callbacks, keras.callbacks.BackupAndRestore):
                     compat.take_over_state(model, self._topology.from_chief)
                 progress.begin(progress.epoch or compat.first_epoch(model, initial_epoch))
+                most, fresh = _capped(epochs), self._fresh
                 run = Run(
-                    data, validation, hooks, self._user_callbacks, progress, _capped(epochs), validation_freq, training
+                    data, validation, hooks, self._user_callbacks, progress, most, validation_freq, training, fresh
                 )
                 try:
                     logs = self._epochs(run, interrupts) if training is None else self._elastic_epochs(run, interrupts)
@@ -178,6 +181,7 @@ class ModelTrainer:
 
     def _go_on(self, run: Run, training: Training, interrupts: Interrupts) -> dict[str, Any]:
         is_new = membership.is_late()
+        run.note_fresh()
         training.enter(lambda: self._prepare(run.data))
         logs: dict[str, Any] = {}
         while not training.is_over:
