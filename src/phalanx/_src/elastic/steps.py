@@ -199,10 +199,13 @@ def steps(
 
 
 def _results(step: Callable[[Any], T], loop: _Loop) -> Iterator[T]:
-    training = training_of(loop.strategy, loop)
+    strategy = loop.strategy
+    training = training_of(strategy, loop)
     if training is None:
         while (batch := loop.next()) is not None:
-            yield step(*batch)
+            result = step(*batch)
+            strategy.topology.require_peers()
+            yield result
         return
     with training.leaving_when_told():
         yield from _elastic_results(step, loop, training)

@@ -219,7 +219,12 @@ class Training:
         return bool(self._strategy.topology.exchange(np.array([is_due])).any())
 
     def end_steps(self, count: int = 1) -> None:
-        """Records that the steps have ended, and that they are reported to the user's code now."""
+        """Records that the steps have ended, and that they are reported to the user's code now.
+
+        Raises:
+          PeerLostError: a process was lost in the steps, and the user's code has caught that error.
+        """
+        self._strategy.topology.require_peers()
         self._is_inside = False
         self.told = max(self.told, self._end)
         self.step += count

@@ -332,6 +332,7 @@ class DistributedIterator(AbstractIterator):
         return batch
 
     def _read(self, form: Form) -> Batch | None:
+        self._topology.require_peers()
         if self._seen:
             if form == self._form:
                 return self._seen.popleft()

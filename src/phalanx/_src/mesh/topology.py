@@ -26,7 +26,7 @@ from phalanx._src.mesh.devices import (
 )
 from phalanx._src.mesh.layout import REPLICA_AXIS, AbstractLayout
 from phalanx._src.mesh.shares import Shares
-from phalanx._src.runtime.dispatch import Turn, process_dispatching
+from phalanx._src.runtime.dispatch import Turn, process_dispatching, raise_again
 from phalanx._src.runtime.memory import keep_freed_memory
 from phalanx._src.typed_jax import partition_spec
 from phalanx.errors import DeviceError, InvalidArgumentError, arguments, shown
@@ -215,6 +215,16 @@ class Topology:
         if watchdog is None:
             return process_dispatching()
         return Turn(watchdog, is_step)
+
+    def require_peers(self) -> None:
+        """Raises if another process died and code of the user has caught that error. Called where a loop takes the next batch.
+
+        Raises:
+          PeerLostError: see `raise_again`.
+        """
+        watchdog = None if self.num_workers == 1 else watch.own()
+        if watchdog is not None:
+            raise_again(watchdog)
 
     def default_device(self) -> AbstractContextManager[Any]:
         """Returns a context manager that runs JAX operations on the first device."""

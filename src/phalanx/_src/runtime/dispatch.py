@@ -78,6 +78,18 @@ class Turn:
             raise _peer_lost(lost) from None
 
 
+def raise_again(watchdog: watch.Watch) -> None:
+    """Raises the loss of a process again that a call has raised before.
+
+    Code of the user that catches every exception, such as a damaged batch, would otherwise skip step after step.
+
+    Raises:
+      PeerLostError: a process was lost, and a call has raised that.
+    """
+    if watchdog.has_told_loss and (lost := watchdog.loss()):
+        raise _peer_lost(lost)
+
+
 def _is_of_program(error: BaseException) -> bool:
     """Returns whether a running program raised an error. Collectives raise a ValueError that begins with a status."""
     if isinstance(error, ValueError):

@@ -101,6 +101,7 @@ class Watch(threading.Thread):
         self._turn = self._step = self._depth = 0
         self._stopwatch, self._paces = Stopwatch(), Paces(len(addresses)) if rank == 0 else None
         self._has_left = self._is_told_to_end = self._has_failed = self._is_closed = self._has_lost_step = False
+        self._has_told_loss = False
         self._verdict: Verdict | None = None
         self._is_told = threading.Event()
         self._settling = threading.Lock()
@@ -194,7 +195,15 @@ class Watch(threading.Thread):
         if wait_s and self._is_told.wait(wait_s) and self._verdict and not self._verdict.is_loss:
             # The watch is about to end this process with an explanation. An error in the main thread must not come first.
             self.join(_GRACE_S)
-        return self._verdict.text if self._verdict and self._verdict.is_loss else None
+        if self._verdict is None or not self._verdict.is_loss:
+            return None
+        self._has_told_loss = True
+        return self._verdict.text
+
+    @property
+    def has_told_loss(self) -> bool:
+        """Whether `loss` has returned a verdict, so that the program of this process should know of it."""
+        return self._has_told_loss
 
     @property
     def step_times(self) -> list[StepTimes]:
