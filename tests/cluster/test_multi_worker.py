@@ -175,7 +175,8 @@ def test_estimator_on_every_process(cluster_of, tmp_path):
     """All see the last checkpoint after a training, and each evaluates, predicts and exports by itself."""
     first, *others = cluster_of(2, 1).call("estimated", folder=str(tmp_path))
     assert not isinstance(first, str), first
-    assert [path.rpartition("-")[2] for path in first["latest"]] == ["5", "10"]
+    steps = [int(path.rpartition("-")[2]) for path in first["latest"]]
+    assert 5 <= steps[0] < steps[1] == 10
     assert all(first.pop("served"))
     for other in others:
         assert all(other.pop("served"))

@@ -22,6 +22,7 @@ from phalanx.errors import CancelledError, InputError, InvalidArgumentError, Out
 from phalanx.estimator.graph import Graph
 from phalanx.estimator.recorder import Recorder
 from phalanx.estimator.session import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from phalanx.keras.agreement import stops
 from phalanx.typing import PyTree
 
 _log = logging.getLogger("phalanx")
@@ -302,7 +303,7 @@ def _is_concrete(fetch: Any) -> bool:
 def run_loop(
     session: GraphSession, hooks: Sequence[SessionRunHook], most: int | None = None, recorder: Recorder | None = None
 ) -> Iterator[Outputs]:
-    """Runs steps until the data ends or a hook requests a stop. Yields the outputs of each step.
+    """Runs steps until the data ends or a hook of any worker requests a stop. Yields the outputs of each step.
 
     The hooks have begun, and the variables have their values.
 
@@ -334,7 +335,7 @@ def run_loop(
         for hook, result in zip(hooks, results, strict=True):
             hook.after_run(run_context, SessionRunValues(result))
         yield outputs
-        if run_context.stop_requested:
+        if stops(run_context.stop_requested, session.graph.strategy.topology):
             break
     session.settle()
     for hook in hooks:
