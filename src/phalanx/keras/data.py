@@ -130,7 +130,7 @@ class EpochData:
     def element_spec(self) -> PyTree:
         """Shapes and dtypes of a batch: a pytree of `jax.ShapeDtypeStruct`."""
         if not compat.is_array_adapter(self._adapter):
-            return self._dataset.element_spec
+            return self._dataset.next_spec
         # Keras reads one batch to build the model, which draws one random order of the rows. Do the same, so that the epochs
         # have the same orders as in Keras.
         batch = next(iter(self._adapter.get_numpy_iterator()), None)

@@ -3,12 +3,13 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
 
 import phalanx
-from phalanx.errors import InputError, InvalidArgumentError, SlipWarning
+from phalanx.errors import InvalidArgumentError, SlipWarning
 
 ROWS, WIDTH = 30, 5
 RANDOM = np.random.default_rng(0)
@@ -75,12 +76,9 @@ def test_fit_is_that_of_one_device(steps, options):
     assert_all_close(found, results_of_one_device(False))
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_normalization_over_all_replicas():
-    """It communicates in the middle of a step, so all places are computed. The user hears of it, and results do not change."""
-    with pytest.warns(SlipWarning, match="communicates before it has computed"):
-        found = results_of(strategy_with([3, 1, 2]), normalized=True)
-    assert_all_close(found, results_of_one_device(True))
+    """It communicates in the middle of a step, between parts that differ by the number of rows."""
+    assert_all_close(results_of(strategy_with([3, 1, 2]), normalized=True), results_of_one_device(True))
 
 
 @pytest.mark.parametrize(("weights", "rows"), [([3, 1, 2], [6, 2, 4]), (None, [4, 4, 4])])
@@ -103,18 +101,88 @@ def test_replicas_compute_their_own_rows(weights, rows):
 
 
 @pytest.mark.parametrize(
-    "value",
+    ("value", "expected"),
     [
-        pytest.param(lambda x: x.sum() if x.shape[0] > 4 else (x * 1.0).sum(0), id="other operations"),
-        pytest.param(lambda x: keras.ops.cast(x.shape[0], "float32"), id="other numbers"),
+        pytest.param(
+            lambda x: x.sum() if x.shape[0] > 4 else 2 * x.sum(), 2 * X[:12].sum() - X[:6].sum(), id="operations"
+        ),
+        pytest.param(lambda x: keras.ops.cast(x.shape[0], "float32"), 12, id="numbers"),
     ],
 )
-def test_steps_that_depend_on_the_number_of_rows(value):
-    """They send something else for fewer rows, so all places are computed, as without weights, and the user hears why."""
+def test_steps_that_depend_on_the_number_of_rows(value, expected):
+    """What a replica does may depend on its rows."""
     strategy = strategy_with([3, 1, 2])
     (batch,) = strategy.experimental_distribute_dataset([X[:12]])
-    with pytest.warns(SlipWarning, match="does something else with fewer rows"):
+    total = strategy.run(lambda x: phalanx.get_replica_context().all_reduce("SUM", value(x)), args=(batch,))
+    np.testing.assert_allclose(np.asarray(total.values[1]), expected, rtol=1e-5)
+
+
+def test_replicas_that_send_something_else():
+    """For fewer rows: no program can do that, so replicas compute padding too, and the user hears of which operation it is."""
+    strategy = strategy_with([3, 1, 2])
+    (batch,) = strategy.experimental_distribute_dataset([X[:12]])
+    value = lambda x: x.sum() if x.shape[0] > 4 else x.sum(0)  # noqa: E731
+    with pytest.warns(
+        SlipWarning, match=r"do not exchange the same in a step: psum.* at .*test_own_rows.py:\d+\. So"
+    ) as caught:
         strategy.run(lambda x: phalanx.get_replica_context().all_reduce("SUM", value(x)), args=(batch,))
+    assert len(caught) == 1
+
+
+class Centered(keras.layers.Layer):
+    """A layer that asks for all rows of the batch, in the middle of a model."""
+
+    def call(self, x):
+        replica = phalanx.get_replica_context()
+        return x if replica is None else x - replica.all_gather(x, axis=0).mean(0)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 7, 8])
+def test_rows_of_all_replicas(rows):
+    """`all_gather` gives every replica the rows of all; gradients flow back to the replica that has the row."""
+    found = []
+    for strategy in (phalanx.OneDeviceStrategy("cpu:0"), strategy_with(None)):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            layers = [keras.layers.Dense(4, activation="tanh"), Centered(), keras.layers.Dense(3)]
+            model = keras.Sequential([keras.Input((WIDTH,)), *layers])
+            model.compile(keras.optimizers.SGD(0.5), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+        history = model.fit(X[:rows], Y[:rows], batch_size=8, epochs=2, shuffle=False, verbose=0)
+        found.append([history.history["loss"], *model.get_weights()])
+    assert_all_close(*found)
+
+
+def test_each_replica_gives_what_its_rows_give():
+    """A function of any kind: results of other shapes, random numbers, numbers of Python, a loop, a branch, a call."""
+
+    def each(x):
+        total, _ = jax.lax.scan(lambda carry, row: (carry * 0.5 + row, None), jnp.zeros(x.shape[1]), x)
+        order = jax.jit(lambda y: jnp.argsort(y[:, 0]))(x)
+        return {
+            "rows": x * 2,
+            "pairs": x @ x.T,
+            "twice": jnp.concatenate([x, x]),
+            "last": total,
+            "median": jnp.median(x),
+            "order": order,
+            "count": x.shape[0],
+            "is_long": jax.lax.cond(x.sum() > 0, lambda: x.shape[0] * 1.0, lambda: -1.0),
+            "name": "same",
+        }
+
+    strategy = strategy_with(None)
+    for rows in (7, 2, 1):
+        (batch,) = strategy.experimental_distribute_dataset([X[:rows]])
+        result = strategy.run(each, args=(batch,))
+        assert result["name"] == "same"
+        for replica, own in enumerate(np.array_split(X[:rows], 3)):
+            expected = jax.tree.map(np.asarray, each(jnp.asarray(own))) if len(own) else None
+            for name in set(result) - {"name"}:
+                value = np.asarray(strategy.experimental_local_results(result[name])[replica])
+                if len(own):
+                    np.testing.assert_allclose(value, expected[name], rtol=1e-5, atol=1e-6, err_msg=name)
+                else:
+                    assert not value.size or not value.any(), name
 
 
 def test_statistics_count_rows():
@@ -128,12 +196,12 @@ def test_statistics_count_rows():
     np.testing.assert_allclose(layer.moving_mean.numpy(), X[:12].mean(0), rtol=1e-4, atol=1e-6)
 
 
-def test_two_batches_in_a_run_are_refused():
-    """Each has padding of its own."""
+def test_two_batches_in_a_run():
+    """Each replica has its rows of both."""
     strategy = strategy_with([3, 1, 2])
-    pairs = [strategy.experimental_distribute_dataset([x]) for x in (X[:12], X[12:24])]
-    with pytest.raises(InputError, match=r"2 batches in one run under replica_weights(.|\n)*first, second"):
-        strategy.run(lambda x, y: (x + y).sum(), args=tuple(next(iter(d)) for d in pairs))
+    batches = [next(iter(strategy.experimental_distribute_dataset([x]))) for x in (X[:12], X[12:19])]
+    result = strategy.run(lambda x, y: jnp.concatenate([x, y]).sum(0), args=tuple(batches))
+    np.testing.assert_allclose(strategy.reduce("SUM", result, axis=None), X[:19].sum(0), rtol=1e-5)
 
 
 def test_measured_shares_follow_the_speeds():

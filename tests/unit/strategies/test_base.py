@@ -113,7 +113,7 @@ def test_nan_loss_is_nan_and_nothing_else(strategy):
     assert [bool(np.isnan(x)) for x in loss.values] == [True, False]
     assert np.isnan(strategy.reduce("SUM", loss, axis=None))
     assert np.isnan(v.numpy())
-    assert steps.numpy() == 4
+    assert steps.numpy() == 2  # Replicas without rows add nothing.
 
 
 def gradient_step(strategy, optimizer, gradients, **options):

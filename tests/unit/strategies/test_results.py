@@ -11,7 +11,7 @@ from replica_values import per_replica, replica_id
 
 import phalanx
 from phalanx import Mirrored, ReduceOp
-from phalanx.errors import ContextError, InputError, InvalidArgumentError, ReduceOpError
+from phalanx.errors import InputError, InvalidArgumentError, ReduceOpError
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,12 @@ def test_gather_concatenates_real_rows_in_order(strategy, components, axis, expe
         ((1.0, 2.0), 0, ReduceOpError, "axis=0: a scalar has no dims"),
         (([1.0], [2.0]), 1, ReduceOpError, "axis=1: the value has dims 0 to 0"),
         (([1.0], [2.0]), None, ReduceOpError, "axis=None: must be an integer"),
-        (([[1.0]] * 2, [[2.0]]), 1, InputError, r"gather\(axis=1\): the components have different sizes in dim 0.\nHINT: axis=0"),
+        (
+            ([[1.0]] * 2, [[2.0]]),
+            1,
+            InputError,
+            r"gather\(axis=1\): the components have different sizes in dim 0.\nHINT: axis=0",
+        ),
     ],
 )
 def test_bad_gather_leaves_next_one_working(strategy, components, axis, error, match):

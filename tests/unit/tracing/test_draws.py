@@ -169,7 +169,7 @@ def test_a_step_that_closes_over_the_iterator(strategy):
     gc.collect()
     assert gone() is None
     assert [float(step()) for _ in range(4)] == [6, 22, 38, 39]
-    assert len(calls) == 2
+    assert len(calls) == 4  # A full and a short batch of each iterator.
 
 
 def test_positions_and_specs_between_calls(strategy):
@@ -179,15 +179,15 @@ def test_positions_and_specs_between_calls(strategy):
     assert "sine" in step.lower(iterator).as_text()
     assert float(step(iterator)) == pytest.approx(np.sin(6))
     state = iterator.get_state()
-    assert iterator.element_spec == jax.ShapeDtypeStruct((2,), "float32")
+    assert iterator.element_spec == jax.ShapeDtypeStruct((None,), "float32")
     assert iterator.get_state() == state
     with pytest.raises(OutOfRangeError, match="takes 4 batches"):
         phalanx.function(lambda it: [next(it) for _ in range(4)])(iterator)
-    sums = strategy.run_steps(real_sum, iterator, 2)
+    sums = strategy.run_steps(jnp.sum, iterator, 2)
     assert strategy.reduce("SUM", sums, axis=None).tolist() == [22, 38]
     iterator.set_state(state)
     assert float(step(iterator)) == pytest.approx(np.sin(22))
-    assert strategy.reduce("SUM", strategy.run_steps(real_sum, iterator, 4), axis=None).tolist() == [38, 39]
+    assert strategy.reduce("SUM", strategy.run_steps(jnp.sum, iterator, 4), axis=None).tolist() == [38]
 
 
 # In a replica function or a loop the one batch of the trace would stay, and a program has no loop over batches.
@@ -202,7 +202,7 @@ def test_batches_where_no_program_can_fetch(strategy, case):
     inside = {
         "iterator": lambda: [x for x in iterator],  # noqa: C416
         "dataset": lambda: [x for x in batches],  # noqa: C416
-        "run_steps": lambda: strategy.run_steps(real_sum, iterator, 2),
+        "run_steps": lambda: strategy.run_steps(jnp.sum, iterator, 2),
         "replica": lambda: strategy.run(take),
         "scan": lambda: jax.lax.scan(take, jnp.float32(0), length=2),
         "phalanx.scan": lambda: phalanx.scan(take, jnp.float32(0), jnp.arange(2)),

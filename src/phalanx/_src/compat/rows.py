@@ -13,8 +13,8 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import keras
-from keras.src import backend
 from keras.src.backend.common import global_state
+from keras.src.losses import loss
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, MetricsList
 
 from phalanx._src.compat.hooks import extend
@@ -86,23 +86,32 @@ def _update_with_real_rows(
     if scope.is_averaging and rows == {()}:
         arguments["sample_weight"] = scope.weight_of_mean(arguments.get("sample_weight"))
         return original(**arguments)
+    weight = arguments.get("sample_weight")
+    is_one_value = (
+        isinstance(self, keras.metrics.MeanMetricWrapper)
+        and {"y_true", "y_pred"} <= arguments.keys()
+        and weight is None
+        and all(jnp.ndim(x) == 1 for x in keras.tree.flatten(args))
+    )
+    if mask is None and is_one_value:
+        # Keras reduces the only dim, and counts the batch of each replica as one value.
+        arguments["sample_weight"] = scope.weight_of_value()
+        return original(**arguments)
     if mask is None or rows == {()}:
         return original(self, *args, **kwargs)
     if rows != {mask.shape}:
-        if arguments.get("sample_weight") is None:
+        if weight is None:
             raise InputError(
                 f"{self.name}.update_state of {sorted(rows)} rows",
                 f"the batch is padded to {mask.shape[0]} rows, so its mask does not fit these arrays.",
                 "arrays whose dim 0 is the rows of the batch, or a sample_weight that is 0 for padding",
             )
         return original(self, *args, **kwargs)
-    weight = arguments.get("sample_weight")
-    arrays = [jnp.asarray(x) for x in args]
-    if isinstance(self, keras.metrics.MeanMetricWrapper) and weight is None and all(x.ndim == 1 for x in arrays):
+    if is_one_value:
         # Keras would reduce the only dim and count the batch as one value, to which no weights per row apply. Reshape the
         # arrays to columns, and give the rows weights that add up to the same count.
-        arguments.update(zip(list(arguments)[1:], (x[:, None] for x in arrays), strict=False))
-        weight = jnp.full(mask.shape, scope.count_of_a_row())
+        arguments.update(zip(list(arguments)[1:], (jnp.asarray(x)[:, None] for x in args), strict=False))
+        weight = jnp.full(mask.shape, jnp.asarray(scope.weight_of_value(), "float32") / jnp.maximum(mask.sum(), 1))
     dtype = keras.backend.standardize_dtype(self.dtype)
     weight = jnp.ones((), dtype) if weight is None else jnp.asarray(weight)
     arguments["sample_weight"] = jnp.where(mask.reshape(mask.shape + (1,) * max(0, weight.ndim - 1)), weight, 0)
@@ -122,38 +131,62 @@ def _loss(
     y_pred: PyTree,
     sample_weight: PyTree = None,
 ) -> jax.Array:
-    """Reduces a loss over the real rows. Rejects a mean over the rows of one of several replicas.
+    """Rejects a mean over the rows of one of several replicas.
 
     Gradients are summed over the replicas, so a mean per replica would be counted once per replica. In `fit` the trainer
     scales it instead (`is_averaging`).
     """
-    scope, reduction = surrounding_scope(), self.reduction
-    if scope is None or reduction in ("none", None) or isinstance(self, CompileLoss):
-        return original(self, y_true, y_pred, sample_weight)
-    if not scope.is_averaging and reduction != "sum":
-        scope.check_loss(self.name, reduction)
-    if not scope.is_averaging and (reduction != "sum" or scope.example_mask() is None):
-        return original(self, y_true, y_pred, sample_weight)
-    # Compute one value per row, and reduce it in the scope, which knows the mask and the other replicas.
-    self.reduction = "none"
-    try:
-        values = jnp.asarray(original(self, y_true, y_pred, sample_weight))
-    finally:
-        self.reduction = reduction
-    if values.ndim == 0 and scope.example_mask() is not None:
-        _warn_of_padding(f"The loss {self.name!r}")
-    counts = jnp.ones((), values.dtype)
-    mask = backend.get_keras_mask(y_pred)
-    if mask is not None:
-        counts = _like(jnp.asarray(mask, values.dtype), values)
-    if reduction == "mean_with_sample_weight" and sample_weight is not None:
-        counts = counts * _like(jnp.asarray(sample_weight, values.dtype), values)
-    return scope.reduce_rows(values, counts, reduction)
+    scope = surrounding_scope()
+    is_mean = self.reduction not in ("sum", "none", None) and not isinstance(self, CompileLoss)
+    if scope is not None and is_mean and not scope.is_averaging:
+        scope.check_loss(self.name, self.reduction)
+    return original(self, y_true, y_pred, sample_weight)
 
 
-def _like(weights: jax.Array, values: jax.Array) -> jax.Array:
-    """Reshapes weights (rows, ...) so that they broadcast to `values`."""
-    return over_rows(weights.reshape(weights.shape[: values.ndim]), values)
+@extend(loss, "reduce_weighted_values")
+def _reduce_losses(  # noqa: PLR0917 (as in Keras)
+    original: Callable[..., jax.Array],
+    values: jax.Array,
+    sample_weight: PyTree = None,
+    mask: PyTree = None,
+    reduction: str | None = "sum_over_batch_size",
+    dtype: PyTree = None,
+) -> jax.Array:
+    """Reduces losses as Keras does. In `fit`, the result is this replica's share of the reduction over the global batch.
+
+    Both the sum and what it is divided by are Keras's own, with whatever masks and weights.
+    """
+    scope = surrounding_scope()
+    if scope is None or reduction in ("none", None) or not jnp.ndim(values):
+        return original(values, sample_weight, mask, reduction, dtype)
+    values = jnp.asarray(values)
+    rows = scope.example_mask()
+    if rows is not None:
+        _require_rows("a Keras loss", values, rows)
+        real = jnp.broadcast_to(over_rows(rows, values), values.shape)
+        mask = real if mask is None else real & over_rows(jnp.asarray(mask, bool), values)
+    weight = sample_weight if reduction == "mean_with_sample_weight" else None
+    # A mean over all rows of this replica is right as it is: its share of them is the weight that it gets later.
+    if not scope.is_averaging or (reduction != "sum" and mask is None and weight is None):
+        return original(values, sample_weight, mask, reduction, dtype)
+    total = original(values, sample_weight, mask, "sum", dtype)
+    if reduction == "sum":
+        return scope.share_of_loss(total, None)
+    return scope.share_of_loss(total, original(jnp.ones_like(values), weight, mask, "sum", dtype))
+
+
+def _require_rows(what: str, values: jax.Array, rows: jax.Array) -> None:
+    """Checks that an array has a row for each place of a padded batch.
+
+    Raises:
+      InputError: it has not.
+    """
+    if len(values) != len(rows):
+        raise InputError(
+            f"{what} of {len(values)} rows",
+            f"this batch is padded to {len(rows)} rows, so its mask does not fit.",
+            "one value per row of the batch; or compute sample_weight from get_replica_context().example_mask",
+        )
 
 
 @extend(keras.layers.BatchNormalization, "__init__")

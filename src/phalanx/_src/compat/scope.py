@@ -71,19 +71,18 @@ class AbstractLiftScope(keras.StatelessScope, ABC):
     @property
     @abstractmethod
     def is_averaging(self) -> bool:
-        """Whether this replica computes means over its own rows, as Keras's trainer does.
+        """Whether this replica is one of several that compute means over their own rows, as Keras's trainer does.
 
         The mean over the global batch is then the sum of these means, weighted by each replica's share of the rows.
         """
 
     @abstractmethod
-    def reduce_rows(self, values: jax.Array, counts: jax.Array, reduction: str) -> jax.Array:
-        """Reduces losses over the real rows.
+    def share_of_loss(self, total: jax.Array, count: jax.Array | None) -> jax.Array:
+        """Returns this replica's share of a loss over the global batch, divided by the weight that the trainer multiplies it by.
 
         Args:
-          values: array (per_replica_batch, ...). Losses, already multiplied by their weights.
-          counts: array that broadcasts to `values`. How much each loss counts in the divisor of a mean.
-          reduction: Keras's name of the reduction, such as "sum_over_batch_size".
+          total: the sum of this replica's values.
+          count: how much they count in what a mean divides by. None for a sum.
         """
 
     @abstractmethod
@@ -112,8 +111,8 @@ class AbstractLiftScope(keras.StatelessScope, ABC):
         """
 
     @abstractmethod
-    def count_of_a_row(self) -> jax.Array:
-        """Returns the weight of one real row if all rows of this replica together have the weight 1."""
+    def weight_of_value(self) -> jax.Array | None:
+        """Returns the weight of one value per replica, if all together count as much as there are replicas. None for 1."""
 
     @abstractmethod
     def updating(self) -> AbstractContextManager[None]:

@@ -95,13 +95,23 @@ class DistributedDataset:
         count = UNKNOWN if self._plan.agreed else self._plan.source.facts.num_batches
         # In an elastic group that scales its batches, the number of steps depends on who leaves and joins.
         count = UNKNOWN if count > 0 and self.topology.shares.part is not None else count
-        return count if count < 0 or self._steps is None else math.ceil(count / self._steps)
+        if count < 0 or self._steps is None:
+            return count
+        # A stack ends before a batch of another size.
+        facts = self._plan.source.facts
+        if facts.is_full:
+            return math.ceil(count / self._steps)
+        if facts.num_records is None or not facts.batch_size:
+            return UNKNOWN
+        full, rest = divmod(facts.num_records, facts.batch_size)
+        return math.ceil(full / self._steps) + (rest > 0)
 
     @property
     def element_spec(self) -> PyTree:
         """Shapes and dtypes of one replica's part of a batch: a pytree of `jax.ShapeDtypeStruct`.
 
-        Reads the first batch, so it may be read only outside traced steps.
+        The number of rows is None if it may differ between batches or replicas. Reads the first batch, so it may be read only outside
+        traced steps.
 
         Raises:
           ContextError: a step is being traced.
@@ -109,6 +119,16 @@ class DistributedDataset:
         """
         self._untouched = iter(self)
         return self._untouched.element_spec
+
+    @property
+    def next_spec(self) -> PyTree:
+        """Shapes and dtypes of one replica's part of the first batch: a pytree of `jax.ShapeDtypeStruct`.
+
+        Raises:
+          InputError: the dataset is empty.
+        """
+        self._untouched = iter(self)
+        return self._untouched.next_spec
 
     def require_same(self) -> None:
         """Checks that all workers have the same data, as far as that is known before reading.

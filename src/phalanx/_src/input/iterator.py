@@ -26,6 +26,7 @@ from phalanx._src.mesh.values import is_distributed, spec_of
 from phalanx._src.options import InputOptions
 from phalanx._src.tracing.draws import AbstractIterator
 from phalanx._src.tracing.scope import innermost, program_scope
+from phalanx._src.typed_jax import shape_dtype
 from phalanx.errors import ContextError, InputError, OutOfRangeError, arguments
 from phalanx.errors.frames import user_place
 from phalanx.typing import PyTree
@@ -205,7 +206,23 @@ class DistributedIterator(AbstractIterator):
     def element_spec(self) -> PyTree:
         """Shapes and dtypes of one replica's part of a batch: a pytree of `jax.ShapeDtypeStruct`.
 
-        Looks at the next batch, which stays the next one.
+        The number of rows is None if it may differ between batches or replicas. Looks at the next batch, which stays the next one.
+
+        Raises:
+          InputError: there is no further batch.
+        """
+        spec, worker, facts = self.next_spec, self._worker, self._plan.source.facts
+        if facts.is_full and (facts.batch_size or 0) % worker.num_replicas == 0 and not worker.weights:
+            return spec
+        # A stack may have fewer steps too.
+        num_dims = 1 if self._form.steps is None else 2
+        return jax.tree.map(
+            lambda x: shape_dtype((None,) * len(x.shape[:num_dims]) + x.shape[num_dims:], x.dtype), spec
+        )
+
+    @property
+    def next_spec(self) -> PyTree:
+        """Shapes and dtypes of one replica's part of the next batch, which stays the next one.
 
         Raises:
           InputError: there is no further batch.

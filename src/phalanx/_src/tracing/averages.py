@@ -9,58 +9,22 @@ import jax
 import jax.numpy as jnp
 
 from phalanx._src.collectives import primitives
-from phalanx._src.collectives.accumulation import dtype_of, term
-from phalanx._src.mesh.arrays import over_rows
+from phalanx._src.collectives.accumulation import term
 from phalanx._src.options import ReduceOp
 from phalanx._src.tracing.context import ReplicaContext
-from phalanx.errors import InputError, InvalidArgumentError
+from phalanx.errors import InvalidArgumentError
 
 
-def reduce_rows(
-    replica: ReplicaContext, values: jax.Array, counts: jax.Array, reduction: str, *, is_averaging: bool
-) -> jax.Array:
-    """Returns a replica's share of a loss over the global batch. The shares of all replicas add up to the loss.
+def share_of_loss(replica: ReplicaContext, total: jax.Array, count: jax.Array | None) -> jax.Array:
+    """Returns a replica's share of a loss over the global batch, divided by the weight that Keras's trainer multiplies it by.
 
     Args:
       replica: context of the replica.
-      values: array (per_replica_batch, ...). Losses, already multiplied by their weights. A scalar is returned unchanged.
-      counts: scalar, or array that broadcasts to `values`. How much each loss counts in the divisor of a mean.
-      reduction: `"sum"`, or Keras's name of a mean, such as `"sum_over_batch_size"`.
-      is_averaging: True if Keras's trainer multiplies the share by the replica's weight later; False for a plain sum.
-
-    Raises:
-      InputError: the padding mask of the batch has a different number of rows than `values`.
+      total: the sum of the values of this replica.
+      count: how much they count in what a mean divides by. None for a sum.
     """
-    # A scalar is a loss that the user's function has already reduced, so there are no rows to mask.
-    if values.ndim == 0:
-        return values
-    mask = replica.example_mask
-    if mask is not None and len(mask) != len(values):
-        raise InputError(
-            f"a Keras loss of {len(values)} rows",
-            f"this batch is padded to {len(mask)} rows, so its mask does not fit the losses.",
-            "return one loss per row of the batch, or compute sample_weight from get_replica_context().example_mask",
-        )
-    dtype, values = dtype_of(ReduceOp.MEAN, values.dtype), term(ReduceOp.MEAN, values)
-
-    def total_of(x: jax.Array) -> jax.Array:
-        return (x if mask is None else jnp.where(over_rows(mask, values), x, 0)).sum()
-
-    total = total_of(values)
-    if not is_averaging:
-        return total.astype(dtype)
-    divisor = jnp.ones((), values.dtype)
-    if reduction != "sum" and counts.ndim == 0:
-        # If all losses count equally, the divisor follows from the numbers of rows, which all replicas know. A loss may have several
-        # values per row of the batch.
-        rows = replica.rows
-        places = len(values) if rows is None else rows.places
-        total_rows = places * replica.num_replicas_in_sync if rows is None else rows.total
-        divisor = counts * jnp.asarray(total_rows * values.size / max(1, places), values.dtype)
-    elif reduction != "sum":
-        divisor = sum_over_replicas(replica, total_of(jnp.broadcast_to(counts, values.shape)))
-    # The share is already exact, but Keras's trainer multiplies it by `replica.weight` later. The second division cancels that.
-    return _divide_or_zero(_divide_or_zero(total, divisor), jnp.asarray(replica.weight, values.dtype)).astype(dtype)
+    share = total if count is None else _divide_or_zero(total, sum_over_replicas(replica, count))
+    return _divide_or_zero(share, jnp.asarray(replica.weight, total.dtype))
 
 
 def weight_of_mean(replica: ReplicaContext, weight: jax.Array | None) -> jax.Array | float:
@@ -77,8 +41,10 @@ def weight_of_mean(replica: ReplicaContext, weight: jax.Array | None) -> jax.Arr
 
 def sum_over_replicas(replica: ReplicaContext, value: jax.Array) -> jax.Array:
     """Returns the sum of a value over the replicas that have rows."""
-    has_rows = None if replica.rows is None else replica.rows.has_rows
-    return primitives.all_reduce(ReduceOp.SUM, value, replica.num_replicas_in_sync, counts=has_rows)
+    rows = replica.rows
+    counts = None if rows is None else rows.has_rows
+    staged: jax.Array = value if rows is None else rows.staged(value)
+    return primitives.all_reduce(ReduceOp.SUM, staged, replica.num_replicas_in_sync, counts=counts)
 
 
 def moments(
@@ -121,12 +87,6 @@ def check_loss(name: str, reduction: str, *, replicas: int) -> None:
             "it is a mean over one replica's rows, but gradients are summed over the replicas.",
             'reduction="none", then phalanx.nn.compute_average_loss(loss(y, y_pred))',
         )
-
-
-def weight_per_row(replica: ReplicaContext) -> jax.Array:
-    """Returns the weight of one real row if one replica's rows of a full batch together have the weight 1."""
-    assert replica.num_examples is not None
-    return jnp.asarray(replica.num_replicas_in_sync / replica.num_examples)
 
 
 def _divide_or_zero(value: jax.Array, divisor: jax.Array) -> jax.Array:

@@ -181,6 +181,7 @@ class ReplicaContext:
             return tree.unflatten(ops.batch_reduce(op, [(x, x) for x in leaves], options))
         # A replica without rows has nothing to contribute.
         counts = None if self.rows is None else self.rows.has_rows
+        value = value if self.rows is None else self.rows.staged(value)
 
         def reduce(tree: PyTree) -> PyTree:
             return primitives.all_reduce(op, tree, num_replicas, counts=counts, wire_dtype=options.wire_dtype)

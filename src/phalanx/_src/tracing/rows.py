@@ -8,6 +8,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from phalanx.typing import PyTree
+
 
 @dataclass(frozen=True, eq=False)
 class ReplicaRows:
@@ -61,6 +63,11 @@ class ReplicaRows:
     def weight(self) -> Any:
         """The fraction of the rows of the global batch that this replica has."""
         return self.number / max(1, self.total)
+
+    @staticmethod
+    def staged(value: PyTree) -> PyTree:
+        """Returns numbers and arrays as values of the trace. JAX would replace the sum of a constant over the replicas by a multiple."""
+        return jax.tree.map(lambda x: x if isinstance(x, jax.core.Tracer) else jnp.copy(x), value)
 
     def with_rows(self, value: jax.Array, otherwise: Any = 0) -> jax.Array:
         """Returns `value` if this replica has rows, else `otherwise`."""

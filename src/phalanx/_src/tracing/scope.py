@@ -252,17 +252,15 @@ class LiftScope(VariableScope):
         return None if replica is None else replica.example_mask
 
     @override
-    def reduce_rows(self, values: jax.Array, counts: jax.Array, reduction: str) -> jax.Array:
-        return averages.reduce_rows(
-            context.require_replica(), values, counts, reduction, is_averaging=self.is_averaging
-        )
+    def share_of_loss(self, total: jax.Array, count: jax.Array | None) -> jax.Array:
+        return averages.share_of_loss(context.require_replica(), total, count)
 
     @property
     @override
     def is_averaging(self) -> bool:
         self.note_read()
         mode = context.current()
-        return mode.averaging and mode.replica is not None
+        return mode.averaging and mode.replica is not None and num_replicas() > 1
 
     @override
     def weight_of_mean(self, weight: jax.Array | None) -> jax.Array | float:
@@ -279,8 +277,9 @@ class LiftScope(VariableScope):
         averages.check_loss(name, reduction, replicas=num_replicas())
 
     @override
-    def count_of_a_row(self) -> jax.Array:
-        return averages.weight_per_row(context.require_replica())
+    def weight_of_value(self) -> jax.Array | None:
+        replica = context.require_replica()
+        return None if replica.rows is None else jnp.asarray(replica.weight) * replica.num_replicas_in_sync
 
 
 def innermost() -> LiftScope | None:
