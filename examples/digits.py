@@ -5,7 +5,7 @@
   python examples/digits.py --strategy one-device    the same training on one device
 
 The data set is scikit-learn's 1,797 images of 8 x 8 pixels. The batch size divides neither the number of training images nor
-the number of test images. Still, every image counts exactly once: short batches are padded, and the padding is masked.
+the number of test images. Still, every image counts exactly once: each replica computes the rows of a batch that it has.
 """
 
 import argparse

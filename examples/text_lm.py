@@ -149,7 +149,7 @@ class Trainer:
 
     @phalanx.function
     def evaluation_step(self, batch):
-        """Returns the sum of the losses of a global batch of windows, and their number, both without padding."""
+        """Returns the sum of the losses of a global batch of windows, and their number."""
         per_window = self.strategy.run(self.replica_evaluation_step, args=(batch,))
         return self.strategy.reduce("SUM", per_window, axis=0)
 
@@ -250,7 +250,7 @@ def train(
 
 
 def evaluate(trainer: Trainer, files: Sequence[Path]) -> float:
-    """Returns the mean loss over all windows of the files. Each window counts once, although the last batch is padded."""
+    """Returns the mean loss over all windows of the files. Each window counts once, also in a short batch."""
     total, count = 0.0, 0
     windows = phalanx.data.from_files(files, windows_of)
     for batch in trainer.strategy.experimental_distribute_dataset(windows, batch_size=EVALUATION_BATCH):

@@ -232,8 +232,8 @@ class RunOptions:
     """Options of `Strategy.run`. May be made in any context.
 
     Args:
-      experimental_enable_dynamic_batch_size: bool, accepted for code written for TensorFlow and ignored. Batches of all
-        sizes are padded and masked, so that one program takes them.
+      experimental_enable_dynamic_batch_size: bool, accepted for code written for TensorFlow and ignored. A batch of
+        another size has a program of its own.
       experimental_bucketizing_dynamic_shape: must be False, because shapes are static.
       experimental_xla_options: an `XLAOptions` or None.
       eager: whether to run the Python code of the replica function at every call, without compiling it. `print` then shows

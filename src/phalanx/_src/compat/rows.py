@@ -17,6 +17,7 @@ from keras.src.backend.common import global_state
 from keras.src.losses import loss
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, MetricsList
 
+from phalanx._src.compat.batch_functions import needs_all_rows
 from phalanx._src.compat.hooks import extend
 from phalanx._src.compat.scope import surrounding_scope
 from phalanx._src.mesh.arrays import over_rows
@@ -83,6 +84,8 @@ def _update_with_real_rows(
         rows = {()}
         if mask is not None:
             _warn_of_padding(f"The metric {self.name!r}")
+        if scope.is_averaging and needs_all_rows(functools.partial(self._fn, **self._fn_kwargs), *args[:2]):
+            arguments["y_true"], arguments["y_pred"] = scope.gathered(args[:2])
     if scope.is_averaging and rows == {()}:
         arguments["sample_weight"] = scope.weight_of_mean(arguments.get("sample_weight"))
         return original(**arguments)
@@ -131,15 +134,18 @@ def _loss(
     y_pred: PyTree,
     sample_weight: PyTree = None,
 ) -> jax.Array:
-    """Rejects a mean over the rows of one of several replicas.
+    """Rejects a mean over the rows of one of several replicas, and gives a function that needs all rows those of all replicas.
 
     Gradients are summed over the replicas, so a mean per replica would be counted once per replica. In `fit` the trainer
     scales it instead (`is_averaging`).
     """
     scope = surrounding_scope()
-    is_mean = self.reduction not in ("sum", "none", None) and not isinstance(self, CompileLoss)
-    if scope is not None and is_mean and not scope.is_averaging:
+    if scope is None or isinstance(self, CompileLoss):
+        return original(self, y_true, y_pred, sample_weight)
+    if not scope.is_averaging and self.reduction not in ("sum", "none", None):
         scope.check_loss(self.name, self.reduction)
+    if scope.is_averaging and needs_all_rows(self.call, y_true, y_pred):
+        y_true, y_pred, sample_weight = scope.gathered((y_true, y_pred, sample_weight))
     return original(self, y_true, y_pred, sample_weight)
 
 

@@ -77,6 +77,10 @@ class AbstractLiftScope(keras.StatelessScope, ABC):
         """
 
     @abstractmethod
+    def gathered(self, tree: Any) -> Any:
+        """Returns a pytree with the rows of all replicas instead of those of this one."""
+
+    @abstractmethod
     def share_of_loss(self, total: jax.Array, count: jax.Array | None) -> jax.Array:
         """Returns this replica's share of a loss over the global batch, divided by the weight that the trainer multiplies it by.
 

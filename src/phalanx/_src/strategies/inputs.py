@@ -86,8 +86,8 @@ class AbstractInputs(AbstractStrategy):
 
         Call it in cross-replica context or outside all scopes.
 
-        No row is dropped or repeated. A batch that is short, or that cannot be divided evenly, is padded and carries a
-        padding mask. All batches have the same layout, so one compiled step accepts all of them.
+        No row is dropped or repeated. The shares of the replicas differ by at most one row. A batch of another size has a program of its
+        own.
 
         Args:
           dataset: a dataset of global batches, which are pytrees of arrays `(global_batch, ...)`: a Grain `MapDataset`,

@@ -252,6 +252,10 @@ class LiftScope(VariableScope):
         return None if replica is None else replica.example_mask
 
     @override
+    def gathered(self, tree: PyTree) -> PyTree:
+        return context.require_replica().all_gather(tree, axis=0)
+
+    @override
     def share_of_loss(self, total: jax.Array, count: jax.Array | None) -> jax.Array:
         return averages.share_of_loss(context.require_replica(), total, count)
 
