@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 from checkpoint_training import Saved, Training
-from evaluation import BATCH, ROWS, Evaluation, X, Y
+from evaluation import ROWS, Evaluation, X, Y
 
 # They are found here, by their names.
 from training import (  # noqa: F401
@@ -42,6 +42,7 @@ import phalanx
 from phalanx.data import AutoShardPolicy
 from phalanx.testing import assert_restores_everywhere
 
+BATCH = 48
 ALL = {"x": X, "y": Y, "id": np.arange(ROWS, dtype="int32")}
 
 

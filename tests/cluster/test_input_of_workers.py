@@ -3,12 +3,15 @@
 import evaluation
 import pytest
 import tasks
-from evaluation import BATCH, ROWS
+from evaluation import ROWS
+from tasks import BATCH
 
 import phalanx
 
 UNEVEN = [700, 20, 200, 80]
 """With two workers, the second has a ninth of the rows of the first."""
+
+SOURCES = ["arrays", "generator", "rows", "files", "function"]
 
 
 @pytest.fixture
@@ -44,7 +47,8 @@ def flat_in_order(nest):
     return [i for x in nest for i in flat_in_order(x)] if isinstance(nest, list) else [nest]
 
 
-@pytest.mark.parametrize("source", ["arrays", "generator", "rows", "files", "function"])
+@pytest.mark.cover(["size", "source"], {((2, 1), source) for source in SOURCES} | {((2, 2), "files")})
+@pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("size", [(2, 1), (2, 2)], ids=["2x1", "2x2"])
 def test_evaluation_is_exact(cluster_of, files, size, source):
     """Loss and accuracy are those of NumPy; every row once; all workers take the same steps with even shares."""

@@ -38,8 +38,8 @@ class ReusedArrays:
     """Batches in the same two arrays each time."""
 
     def __iter__(self):
-        x, y = np.empty((40, X.shape[1]), X.dtype), np.empty(40, Y.dtype)
-        for s in slices(40):
+        x, y = np.empty((125, X.shape[1]), X.dtype), np.empty(125, Y.dtype)
+        for s in slices(125):
             x[:], y[:] = X[s], Y[s]
             yield x, y
 
@@ -56,7 +56,7 @@ def make_rows():
 def uneven_batches():
     """A generator function of batches of four sizes, the largest of them not first."""
     start = 0
-    for size in itertools.cycle([20, 48, 3, 100]):
+    for size in itertools.cycle([60, 144, 9, 300]):
         if start >= ROWS:
             return
         yield X[start : start + size], Y[start : start + size]

@@ -76,7 +76,7 @@ def test_loader_that_drops_the_last_batch():
             None,
             "dataset=TensorDataset: a dataset of single rows needs a global batch size.\nHINT: pass batch_size=",
         ),
-        (lambda: loader(tensors()), BATCH, "batch_size=48 for a DataLoader: the dataset already yields batches"),
+        (lambda: loader(tensors()), BATCH, f"batch_size={BATCH} for a DataLoader: the dataset already yields batches"),
     ],
     ids=["rows without", "batches with"],
 )
@@ -89,7 +89,7 @@ def test_failure_in_a_loader_process():
     """Reaches the caller; the batches before it are handed out."""
     subset = data.Subset(tensors(), [*range(BATCH), ROWS + 1])
     iterator = iter(strategy_of(2).experimental_distribute_dataset(loader(subset, 1)))
-    assert [len(part) for part in next(iterator)[1].values] == [24, 24]
+    assert [len(part) for part in next(iterator)[1].values] == [BATCH // 2] * 2
     with pytest.raises(IndexError):
         next(iterator)
 
