@@ -102,6 +102,7 @@ OPTIMIZERS = {
 }
 
 
+@pytest.mark.cover(["name"], {"global_clipnorm", "adafactor"})
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_equal_those_of_whole_variables(name):
     """Those that look at all of a gradient, too, do what they do with whole variables."""

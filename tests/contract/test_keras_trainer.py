@@ -65,6 +65,20 @@ LOOPS = {
 }
 
 
+# Those that differ in more than the number of steps in one execution, and in who is called first.
+COVER = [
+    "all_in_groups",
+    "eager",
+    "built_by_fit",
+    "predictions_drop_nothing",
+    "no_epoch",
+    "batch_size_of_keras",
+    "epochs_of_one_step_in_groups",
+    "epochs_of_all_steps",
+]
+
+
+@pytest.mark.cover(["make", "act", "k"], [LOOPS[name] for name in COVER])
 @pytest.mark.parametrize(("make", "act", "k"), LOOPS.values(), ids=LOOPS)
 def test_loops_equal_those_of_keras(strategy, make, act, k):
     """The numbers are those of single steps, with a short group or with one group alone."""
@@ -343,6 +357,7 @@ VALIDATION = {
 }
 
 
+@pytest.mark.cover(["given"], [VALIDATION["listed_epochs"], VALIDATION["batch_size"]])
 @pytest.mark.parametrize("given", VALIDATION.values(), ids=VALIDATION)
 @agreeing(compiled(metrics=["mae"], weighted_metrics=["mse"]))
 def test_arguments_of_validation(model, given):

@@ -185,6 +185,7 @@ STEERING = {
 }
 
 
+@pytest.mark.cover(["callback", "epochs"], [STEERING["early_stopping_max"], STEERING["plateau_cooldown"]])
 @pytest.mark.parametrize(("callback", "epochs"), STEERING.values(), ids=STEERING)
 @agreeing(ACCURATE)
 def test_steering_callbacks_have_the_same_effect(model, callback, epochs):
@@ -227,6 +228,7 @@ def test_verbose_callbacks_print_what_they_do(strategy, capsys):
     assert "early stopping" in out
 
 
+@pytest.mark.cover(["how"], [{"save_freq": 2}])
 @pytest.mark.parametrize("how", [{}, {"save_best_only": True, "monitor": "val_loss"}, {"save_freq": 2}])
 def test_model_checkpoint_saves_the_same_files(strategy, tmp_path, how):
     """Files after the same epochs or steps, with the same weights."""
@@ -273,6 +275,7 @@ class Interrupted(callbacks.Callback):
             raise RuntimeError("interrupted")
 
 
+@pytest.mark.cover(["frequency"], {2})
 @pytest.mark.parametrize("frequency", ["epoch", 2])
 def test_backup_and_restore(strategy, tmp_path, frequency):
     """A training that fails goes on in the epoch where it stopped, with a model that is made anew."""
@@ -329,6 +332,7 @@ EMA = {
 }
 
 
+@pytest.mark.cover(["how"], [{}])
 @pytest.mark.parametrize(("how", "optimizer"), EMA.values(), ids=EMA)
 def test_swap_ema_weights(strategy, how, optimizer):
     """Validation sees the averages, and the model ends with them."""

@@ -69,6 +69,10 @@ LOSSES = {
 }
 
 
+@pytest.mark.cover(
+    ["model", "how", "targets"],
+    [LOSSES[name] for name in ("list_and_weights", "dict", "nested", "of_one_output", "function")],
+)
 @pytest.mark.parametrize(("model", "how", "targets"), LOSSES.values(), ids=LOSSES)
 def test_losses_have_their_means_in_logs(strategy, model, how, targets):
     agree(strategy, compiled(model, **how), history(X, targets))
@@ -151,6 +155,9 @@ METRICS = {
 }
 
 
+@pytest.mark.cover(
+    ["model", "how", "targets"], [METRICS[name] for name in ("own", "function", "lists", "dict", "accuracy")]
+)
 @pytest.mark.parametrize(("model", "how", "targets"), METRICS.values(), ids=METRICS)
 def test_metrics_have_names_in_order_of_keras(strategy, model, how, targets):
     weights = keras.tree.map_structure(lambda _: WEIGHTS, targets)
@@ -288,6 +295,7 @@ class WithoutTraining(Measured):
         return super().compute_loss(x, y, y_pred, sample_weight)
 
 
+@pytest.mark.cover(["model"], {Measured})
 @pytest.mark.parametrize("model", [Measured, WithoutTraining])
 def test_metrics_in_compute_loss(strategy, model):
     """The metric is four times the loss, in `fit` and `evaluate`, of a short batch too."""
@@ -350,6 +358,7 @@ class Taped(Measured):
         return 2 * self(data[0] if isinstance(data, tuple) else data, training=False)
 
 
+@pytest.mark.cover(["k"], {2})
 @pytest.mark.parametrize("k", [1, 2])
 def test_own_steps_return_the_logs(strategy, k):
     """They train as Keras's, and what they return is in the logs; the results of `evaluate` end with it."""
@@ -415,6 +424,10 @@ COMPILED = {
 }
 
 
+@pytest.mark.cover(
+    ["make", "act"],
+    [COMPILED[name] for name in ("weighted_mean", "metric_with_results_by_name", "own_metrics", "metrics_within")],
+)
 @pytest.mark.parametrize(("make", "act"), COMPILED.values(), ids=COMPILED)
 def test_what_a_model_is_compiled_with(strategy, make, act):
     """Reductions over the rows of the whole batch, weighted; metrics of every kind; optimizers."""

@@ -122,6 +122,7 @@ def trained_alone():
     return model.fit(X, Y, **FIT).history, state_of(model)
 
 
+@pytest.mark.cover(["kind"], {"numpy", "float64", "workers", "generator", "grain_map", "distributed"})
 @pytest.mark.parametrize("kind", KINDS)
 def test_kinds_of_data(strategy, kind):
     """Each kind trains the model that arrays train in Keras's hands."""
@@ -177,6 +178,7 @@ def test_class_weights_of_several_outputs(strategy):
         made(compiled(two_outputs, loss=["mse", "mse"]), strategy).fit(X, [Y, X], **FIT, class_weight=CLASS_WEIGHTS)
 
 
+@pytest.mark.cover(["k"], {4})
 @pytest.mark.parametrize("k", [1, 4])
 def test_generator_of_growing_batches(strategy, k):
     """A later batch may be larger than the first; Keras cannot stack them where four are one execution."""
@@ -218,6 +220,7 @@ def test_batches_of_different_lengths(model):
 SPARSE = {"scipy": scipy.sparse.csr_matrix, "jax": jax.experimental.sparse.BCOO.fromdense}
 
 
+@pytest.mark.cover(["kind"], {"scipy"})
 @pytest.mark.parametrize("kind", SPARSE)
 def test_sparse_batches_train_from_a_generator(strategy, kind):
     """Matrices of SciPy and JAX, as a generator yields them."""
@@ -292,6 +295,7 @@ def test_dtypes_of_predictions(strategy, kind):
     np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.cover(["names"], {("a", "b")})
 @pytest.mark.parametrize("names", [(), ("a", "b")], ids=["list", "dict"])
 def test_sample_weights_of_each_output(strategy, names):
     """A list of weights for a list of outputs, a dict for a dict."""
@@ -331,6 +335,11 @@ FORMS = {
 }
 
 
+# One of each kind: targets, weights, validation, generators, nests.
+COVER = ["classes_in_a_column", "weights_of_bool", "last_rows_for_validation", "generator_with_weights", "nested"]
+
+
+@pytest.mark.cover(["make", "act"], [FORMS[name] for name in [*COVER, "nest_on_a_batch"]])
 @pytest.mark.parametrize(("make", "act"), FORMS.values(), ids=FORMS)
 def test_forms_of_data(strategy, make, act):
     agree(strategy, make, act)

@@ -55,8 +55,10 @@ def assert_equal_copies(strategy, variables):
 
 BETWEEN = {
     *{
+        "default",
         "mirrored_x1",
         "mirrored_x2",
+        "mirrored_x3",
         "mirrored_x4",
         "central_x1",
         "central_x4",
@@ -66,7 +68,7 @@ BETWEEN = {
     },
     *{"mirrored_x2_packed", "mirrored_x2_one_device", "mirrored_x2_hierarchical"},
 }
-"""Rows between two others that train every time: in the number of replicas, or in how they reduce."""
+"""Rows between two others that train every time: in the number of replicas, or in how they reduce. One compiled step has some of them."""
 
 
 def assert_same_training(strategy, model_name, optimizer_name, sizes, **options) -> Trajectory:
@@ -103,7 +105,7 @@ UNEVEN = ("mirrored_x3", "mirrored_x8", "local_sgd_x2", "weighted_x3")
 
 @pytest.mark.cover(
     ("strategy", "model_name", "optimizer_name"),
-    {("mirrored_x2", m, list(OPTIMIZERS)[j % 2]) for j, m in enumerate(OTHERS)},
+    {("mirrored_x2", m, list(OPTIMIZERS)[j % 2]) for j, m in enumerate(OTHERS) if m != "transformer"},
 )
 @pytest.mark.parametrize("model_name", OTHERS)
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)
@@ -115,7 +117,7 @@ def test_every_model_trains_like_one_device(strategy, model_name, optimizer_name
 
 @pytest.mark.cover(
     ("strategy", "model_name"),
-    {(row, m) for i, row in enumerate(UNEVEN) for j, m in enumerate(OTHERS) if (i + j) % 4 == 1},
+    {(row, m) for i, row in enumerate(UNEVEN[:2]) for j, m in enumerate(OTHERS) if (i + j) % 4 == 1},
 )
 @pytest.mark.parametrize("model_name", OTHERS)
 @on(*UNEVEN)
@@ -124,6 +126,7 @@ def test_every_model_on_short_batches(strategy, model_name):
     assert_same_training(strategy, model_name, "momentum", SHORT)
 
 
+@pytest.mark.cover(["strategy"], {"default", "mirrored_x2", "sharded_x2", "local_sgd_x2"})
 @on(
     "default",
     "one_device",
@@ -140,6 +143,7 @@ def test_one_compiled_step(strategy):
     assert_same_training(strategy, "mlp_l2", "momentum", SHORT, whole=True)
 
 
+@pytest.mark.cover(["strategy"], {"mirrored_x2_of_2"})
 @on("tpu_x2_of_4", "mirrored_x2_of_2", "sharded_x2")
 def test_transformer_on_meshes(strategy):
     """With further axes, and with variables in parts."""

@@ -127,6 +127,7 @@ def variable(strategy):
         return keras.Variable(1.0, aggregation="mean")
 
 
+@pytest.mark.cover(["strategy"], {"mirrored_x2", "central_x2"})
 @multi
 @pytest.mark.parametrize(("verb", "context"), ALLOWED)
 def test_verb_is_allowed_in_context(strategy, variable, verb, context):
@@ -142,6 +143,7 @@ def _enter_and_leave(stage):
         assert phalanx.get_strategy() is stage.strategy
 
 
+@pytest.mark.cover(["strategy"], {"mirrored_x2"})
 @multi
 @pytest.mark.parametrize(("verb", "context"), REFUSED)
 def test_verb_is_refused_in_context(strategy, variable, verb, context):

@@ -25,10 +25,16 @@ def saved(tmp_path_factory):
     training.cache_clear()
 
 
-# A star: what each one saves, the last one loads, and the other way round.
-@pytest.mark.cover(
-    ["saved_under", "loaded"], {pair for s in STRATEGIES for pair in ((s, s), (s, STRATEGIES[-1]), (STRATEGIES[-1], s))}
-)
+LAST = STRATEGIES[-1]
+# A star: what each one saves, the last one loads, and the other way round. Each with one of the models.
+COVER = {
+    (*pair, list(MODELS)[(i + 2) % len(MODELS)])
+    for i, s in enumerate(STRATEGIES)
+    for pair in ((s, s), (s, LAST), (LAST, s))
+}
+
+
+@pytest.mark.cover(["saved_under", "loaded", "name"], COVER)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("loaded", STRATEGIES)
 @pytest.mark.parametrize("saved_under", STRATEGIES)

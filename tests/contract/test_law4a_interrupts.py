@@ -155,6 +155,10 @@ def kinds_of_loops(counting):
     }
 
 
+@pytest.mark.cover(
+    ["strategy", "kind"],
+    {("one_device", "run"), ("mirrored_x2", "run"), ("mirrored_x2", "run_steps"), ("central_x2", "function")},
+)
 @pytest.mark.usefixtures("alarm")
 @pytest.mark.parametrize("kind", ["run", "function", "run_steps"])
 @on("one_device", "mirrored_x2", "sharded_x2", "central_x2")

@@ -89,6 +89,9 @@ def training(request, strategy, trainings):
     return trainings[row]
 
 
+PLACES = ("start", "tape", "gradient", "end")
+
+
 def assert_survives(training, error, match, fail):
     """`fail` raises, nothing changed, and the next step is the step that would have come without the failure."""
     before = training.bits()
@@ -106,7 +109,10 @@ def raise_boom(*_):
     raise Boom("mine")
 
 
-@pytest.mark.parametrize("place", ["start", "tape", "gradient", "end"])
+@pytest.mark.cover(
+    ["strategy", "place"], {("mirrored_x2", place) for place in PLACES} | {("default", "end"), ("central_x2", "tape")}
+)
+@pytest.mark.parametrize("place", PLACES)
 @on("default", "one_device", "mirrored_x2", "mirrored_x8", "central_x2")
 def test_exception_at_trace_time(training, place):
     """The user's exception comes out as it is, from whatever place in the step; another batch size retraces the step."""
@@ -114,6 +120,7 @@ def test_exception_at_trace_time(training, place):
     assert_survives(training, Boom, "mine", lambda: training.run(BATCH[:5]))
 
 
+@pytest.mark.cover(["strategy"], {"default", "mirrored_x2"})
 @on("default", "one_device", "mirrored_x2", "mirrored_x3_hierarchical")
 def test_exception_in_the_second_trace(training):
     """A step that makes a variable is traced twice: the first trace may go well, and the second fail."""
@@ -154,6 +161,7 @@ def run_with_a_callback(strategy):
     assert called
 
 
+@pytest.mark.cover(["strategy"], {"mirrored_x2", "central_x2"})
 @on("default", "one_device", "mirrored_x2", "mirrored_x2_one_device", "mirrored_x8", "central_x2")
 def test_exception_in_a_callback_at_run_time(training):
     """A host callback that fails when the program has run half of the step."""
@@ -162,6 +170,7 @@ def test_exception_in_a_callback_at_run_time(training):
     run_with_a_callback(training.strategy)
 
 
+@pytest.mark.cover(["strategy"], {"mirrored_x2"})
 @on("one_device", "mirrored_x2", "central_x2")
 def test_debug_nans_leave_the_weights(strategy):
     """`jax.debug_nans` finds a NaN, and the weights survive it."""
@@ -175,6 +184,7 @@ def test_debug_nans_leave_the_weights(strategy):
     assert_survives(training, FloatingPointError, "invalid value|NaN", fail)
 
 
+@pytest.mark.cover(["strategy"], {"mirrored_x2", "central_x2"})
 @on("one_device", "mirrored_x2", "central_x2")
 def test_eager_run_fails_half_way(training):
     """`RunOptions(eager=True)` assigns everything at its end or nothing."""
@@ -183,6 +193,7 @@ def test_eager_run_fails_half_way(training):
     assert_survives(training, Boom, "mine", lambda: training.strategy.run(training.step, (BATCH,), options=eager))
 
 
+@pytest.mark.cover(["strategy"], {"default", "mirrored_x2"})
 @on("default", "mirrored_x2", "mirrored_x4")
 def test_exception_in_a_compiled_function(training):
     """An exception after `run` in a `phalanx.function` takes the run back."""
@@ -209,6 +220,7 @@ def broken_after(count):
     raise Boom("disk")
 
 
+@pytest.mark.cover(["strategy"], {"default", "mirrored_x2"})
 @pytest.mark.parametrize("count", [0, 1, 3])
 @on("default", "one_device", "mirrored_x2", "mirrored_x8", "central_x2")
 def test_exception_in_the_data(training, count):
@@ -288,6 +300,7 @@ def test_wrong_call_changes_nothing(training, error, match, call):
     assert_survives(training, error, match, lambda: call(training))
 
 
+@pytest.mark.cover(["strategy"], {"mirrored_x2"})
 @on("default", "one_device", "mirrored_x2")
 def test_failures_between_steps(training):
     """A training with failures in between has the bits of one without."""

@@ -3,7 +3,8 @@
 import os
 import subprocess
 import sys
-import textwrap
+
+import pytest
 
 HEADER = """
 import phalanx
@@ -15,17 +16,15 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-strategies = [
-    phalanx.OneDeviceStrategy("cpu:0"),
-    phalanx.MirroredStrategy(["cpu:0", "cpu:1"]),
-    phalanx.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"], "cpu:2"),
-    phalanx.MirroredStrategy(["cpu:0", "cpu:1"], layout=phalanx.fully_sharded()),
-]
-for strategy in strategies:
-    print(strategy)
-    keras.backend.set_floatx("float32")
 """
-PROGRAM = """IDS = 2**40 + np.arange(7)
+STRATEGIES = {
+    "one_device": 'phalanx.OneDeviceStrategy("cpu:0")',
+    "mirrored": 'phalanx.MirroredStrategy(["cpu:0", "cpu:1"])',
+    "central": 'phalanx.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"], "cpu:2")',
+    "sharded": 'phalanx.MirroredStrategy(["cpu:0", "cpu:1"], layout=phalanx.fully_sharded())',
+}
+PROGRAM = """
+IDS = 2**40 + np.arange(7)
 THIRDS = np.arange(7) / 3
 
 
@@ -131,14 +130,17 @@ for mine, theirs in zip(ours.get_weights(), plain.get_weights(), strict=True):
 predictions = ours.predict(data, batch_size=4, verbose=0)
 assert predictions.dtype == np.float64
 np.testing.assert_allclose(predictions, plain.predict(data, batch_size=4, verbose=0), rtol=1e-13)
+print("all numbers are equal")
 """
 
 
-def test_numbers_keep_64_bits(tmp_path):
+@pytest.mark.cover(["name"], {"mirrored"})
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_numbers_keep_64_bits(tmp_path, name):
     """The same program under each strategy; every number in it is compared with NumPy's, or with plain Keras's."""
     program = tmp_path / "program.py"
-    program.write_text(HEADER + textwrap.indent(PROGRAM, "    "))
+    program.write_text(f"{HEADER}strategy = {STRATEGIES[name]}\n{PROGRAM}")
     environment = os.environ | {"JAX_ENABLE_X64": "1"}
     done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(done.stdout.splitlines()) == 4
+    assert done.stdout == "all numbers are equal\n"
