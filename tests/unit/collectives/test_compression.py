@@ -167,6 +167,7 @@ def whole():
     return trained(strategy_with(), 30)
 
 
+@pytest.mark.cover(["tolerance", "choice"], [(1e-3, "int8"), (0.1, TopK(0.3))])
 @pytest.mark.parametrize(
     ("choice", "tolerance"), [("bfloat16", 1e-3), ("int8", 1e-3), (PowerSGD(8), 0.1), (TopK(0.3), 0.1)], ids=str
 )

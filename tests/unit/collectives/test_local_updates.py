@@ -144,6 +144,7 @@ def test_replicas_of_a_group_stay_equal():
     np.testing.assert_allclose(found, simulated(5, count=4, group=2)[0], atol=1e-6)
 
 
+@pytest.mark.exhaustive("tests/contract/test_law1_equals_one_device.py, test_steps_in_one_program")
 def test_every_step_is_synchronous_training():
     """With a linear optimizer: also in `fit`, on batches with padding."""
     losses = []
@@ -156,6 +157,7 @@ def test_every_step_is_synchronous_training():
         np.testing.assert_allclose(losses[0], found, rtol=1e-5)
 
 
+@pytest.mark.cover(["local_updates"], [CHOICES["fragments"]])
 @pytest.mark.parametrize("local_updates", CHOICES.values(), ids=CHOICES)
 def test_steps_in_one_program(local_updates):
     """Are those of several programs: the synchronization is a part of a step."""
@@ -224,6 +226,7 @@ def test_integers_are_averaged_exactly():
     assert [int(x) for x in training.strategy.experimental_local_results(counter)] == [2_000_000_004] * 2
 
 
+@pytest.mark.cover(["local_updates"], [CHOICES["fragments"]])
 @pytest.mark.parametrize("local_updates", CHOICES.values(), ids=CHOICES)
 def test_reads_and_writes_between_steps(local_updates):
     """What is read outside is what a plain model evaluates; reads disturb nothing; an assignment is that of all replicas."""
@@ -349,6 +352,7 @@ def test_accumulated_gradients_are_local():
 CHECKPOINTED = CHOICES | {"int8": DiLoCo(every=4, compression="int8")}
 
 
+@pytest.mark.cover(["local_updates"], [CHECKPOINTED["int8"]])
 @pytest.mark.parametrize("local_updates", CHECKPOINTED.values(), ids=CHECKPOINTED)
 def test_checkpoint_in_the_middle(local_updates, tmp_path):
     """A training goes on with the same bits, and on another number of replicas from the weights that are read.

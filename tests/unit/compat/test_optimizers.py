@@ -38,6 +38,7 @@ def step_of(model):
     return step
 
 
+@pytest.mark.cover(["count"], {3})
 @pytest.mark.parametrize(("count", "group"), [(1, 4), (2, 1), (3, 4)])
 def test_accumulation_equals_keras_on_one_device(count, group):
     """History, weights and accumulators are those of one device, in the middle of a round too."""

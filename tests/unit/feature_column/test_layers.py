@@ -75,6 +75,7 @@ def trained(layer, prepared, strategy):
     return losses, model.get_weights()
 
 
+@pytest.mark.cover(["kind"], {feature_column.LinearFeatures})
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "columns"),

@@ -87,9 +87,9 @@ def assert_goes_on(folder, make, stops, expected, save_freq=1, **options):
     return logs
 
 
-@pytest.mark.cover(["stops"], [[17, 4, 1, 9], [14, 3]])
+@pytest.mark.cover(["stops"], [[17, 9]])
 @pytest.mark.parametrize(
-    ("count", "stops"), [(2, [1]), (2, [13]), (2, [17, 4, 1, 9]), (2, [38]), (1, [14, 3])], ids=str
+    ("count", "stops"), [(2, [1]), (2, [13]), (2, [17, 9]), (2, [17, 4, 1, 9]), (2, [38]), (1, [14, 3])], ids=str
 )
 def test_stopped_training_ends_like_one_that_was_not(tmp_path, count, stops):
     """With the same bits: rows are shuffled, masks are random, and each program begins with other seeds."""
@@ -99,7 +99,7 @@ def test_stopped_training_ends_like_one_that_was_not(tmp_path, count, stops):
     assert EPOCHS - 1 in found
 
 
-@pytest.mark.cover(["stops"], [[16, 8]])
+@pytest.mark.cover(["stops"], [[6]])
 @pytest.mark.parametrize("stops", [[6], [16, 8]], ids=str)
 def test_several_steps_per_execution_go_on(tmp_path, strategy, stops):
     """The backup is at the end of a group of steps."""

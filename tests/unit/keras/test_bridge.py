@@ -60,6 +60,7 @@ def test_targets_of_another_shape(strategy):
     model.fit(X, targets, **FIT)
 
 
+@pytest.mark.cover(["rows"], {1})
 @pytest.mark.parametrize("rows", [1, 3])
 def test_batch_smaller_than_the_replicas(rows):
     ours, theirs = twins(replicas(4), compiled(metrics=["accuracy"]))
@@ -90,6 +91,7 @@ def test_models_are_forgotten(strategy):
     assert seen() is None
 
 
+@pytest.mark.exhaustive("tests/contract/test_keras_trainer.py: test_loops_equal_those_of_keras")
 def test_several_steps_of_an_eager_model():
     ours, theirs = twins(phalanx.OneDeviceStrategy("cpu:0"), compiled(run_eagerly=True, steps_per_execution=2))
     theirs.compile(theirs.optimizer, theirs.loss)
@@ -132,6 +134,7 @@ class WithData(Star):
         return super().predict_step(data)
 
 
+@pytest.mark.cover(["kind"], {WithData})
 @pytest.mark.parametrize("kind", [Star, WithData])
 def test_steps_that_call_those_of_keras(strategy, kind):
     """With `*args` they run outside all scopes too, as without Phalanx; with the data alone in a scope."""

@@ -31,6 +31,7 @@ def test_epochs_of_arrays(strategy, steps, group, expected):
         assert [(first, [n for _, n in parts]) for first, parts in data.epoch()] == expected
 
 
+@pytest.mark.cover(["k"], {2})
 @pytest.mark.parametrize("k", [1, 2])
 def test_generator_that_raises(strategy, k):
     """The steps before it count, and its error reaches the caller."""

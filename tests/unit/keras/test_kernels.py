@@ -93,6 +93,20 @@ def strategy():
     return phalanx.OneDeviceStrategy("cpu:0")
 
 
+# Each operation, and what could be taken for one that can be replaced.
+COVER = {
+    "max_overlapping",
+    "average",
+    "separable",
+    "pointwise",
+    "gelu",
+    "convolution_with_strides",
+    "transposed",
+    "groups",
+}
+
+
+@pytest.mark.cover(["name"], COVER | NORMALIZATIONS.keys())
 @pytest.mark.parametrize("name", [*REPLACED, *OTHERS, *NORMALIZATIONS])
 def test_numbers_are_those_of_keras(strategy, name):
     """Results and gradients by inputs and weights.

@@ -31,6 +31,7 @@ def evaluator(tmp_path):
     return make
 
 
+@pytest.mark.cover(["name"], {"{epoch}.weights.h5", "callback"})
 @pytest.mark.parametrize("name", ["model-{epoch}.keras", "{epoch}.weights.h5", "manager", "callback"])
 def test_results_are_those_of_the_saved_models(evaluator, tmp_path, name):
     """Every file that is there when it looks gives the loss that the trained model had.
@@ -53,6 +54,7 @@ def test_results_are_those_of_the_saved_models(evaluator, tmp_path, name):
         same(result, {"accuracy": expected["accuracy"], "loss": expected["loss"], "step": epoch * STEPS})
 
 
+@pytest.mark.cover(["optimizer"], {"rmsprop"})
 @pytest.mark.parametrize(("optimizer", "wrapped"), [("sgd", True), ("rmsprop", False), (None, True)])
 def test_optimizer_of_the_evaluator_does_not_matter(evaluator, tmp_path, optimizer, wrapped):
     """`compile` without one takes another. The step is that of the training, also within a loss scale."""

@@ -98,6 +98,7 @@ def test_overridden_methods_equal_one_device():
     same_fit(replicas(3), compiled(Overriding, metrics=["accuracy"]), X[:90], Y[:90], batch_size=15)
 
 
+@pytest.mark.cover(["k"], {4})
 @pytest.mark.parametrize("k", [1, 4])
 def test_train_step_with_a_tape(k):
     """The same step as Keras's own, whether or not the batches divide. `compute_loss` within a tape counts regularizers once."""
@@ -110,6 +111,7 @@ def test_train_step_with_a_tape(k):
     same_state(ours, theirs)
 
 
+@pytest.mark.cover(["count"], {3})
 @pytest.mark.parametrize(("model", "count", "k"), [(Stateless, 1, 1), (Calling, 2, 1), (Stateless, 3, 4)])
 def test_stateless_train_step(model, count, k):
     """Keras's own style on JAX gives Keras's own numbers, whether or not the batches divide."""
@@ -178,6 +180,7 @@ class Evaluated(Base):
         return ops.argmax(outputs, -1), rest
 
 
+@pytest.mark.cover(["count"], {3})
 @pytest.mark.parametrize(("count", "k"), [(2, 1), (3, 4)])
 def test_stateless_test_step(count, k):
     """It sees each row once, and outputs of a prediction come in order."""
@@ -250,6 +253,7 @@ class Averaging(Base):
         return {"mean": loss}
 
 
+@pytest.mark.cover(["count"], {3})
 @pytest.mark.parametrize("count", [1, 3])
 def test_compute_average_loss_in_train_step(count):
     """Losses and gradients count once, as those of Keras's own step."""

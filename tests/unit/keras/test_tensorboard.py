@@ -124,6 +124,7 @@ def test_values_equal_those_of_history(strategy, tmp_path):
     same(value, np.float32(loss))
 
 
+@pytest.mark.cover(["steps"], {2})
 @pytest.mark.parametrize(("steps", "expected"), [(1, [3, 6, 9, 12]), (2, [4, 6, 9, 13])])
 def test_batches_that_are_written(strategy, tmp_path, steps, expected):
     """Every third batch of all, or the end of the call that trains on it. Layers record these, of training and of validation."""
@@ -182,6 +183,7 @@ def test_training_that_fails_leaves_nothing_on(strategy, tmp_path):
     summary.trace_off()
 
 
+@pytest.mark.cover(["batches"], [[2, 100]])
 @pytest.mark.parametrize("batches", [(2, 3), [2, 100]])
 def test_profile_is_where_tensorboard_looks(strategy, tmp_path, batches):
     """One profile of a range, and of a range that training does not complete. JAX has one profiler, which may be in use."""

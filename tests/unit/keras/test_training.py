@@ -12,6 +12,7 @@ RANDOM = np.random.RandomState(11)
 ACCURACY = {"metrics": ["accuracy"], "weighted_metrics": ["accuracy"]}
 
 
+@pytest.mark.cover(["count"], {2})
 @pytest.mark.parametrize(
     ("count", "k", "given"),
     [
@@ -37,6 +38,7 @@ def test_training_equals_keras_on_one_device(count, k, given):
     same(*(m.predict(X, verbose=0) for m in (ours, theirs)))
 
 
+@pytest.mark.cover(["loss"], {"mean_with_sample_weight"})
 @pytest.mark.parametrize("loss", ["mean_with_sample_weight", "sum_over_batch_size", "sum"])
 def test_reductions_of_losses(loss):
     made = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=loss)
@@ -73,6 +75,7 @@ def test_batch_normalization_not_synchronized_averages_statistics(strategy):
     same(ours.layers[0].moving_variance.numpy(), halves.mean(0))
 
 
+@pytest.mark.cover(["count"], {2})
 @pytest.mark.parametrize(("count", "k"), [(2, 2), (3, 1), (4, 2)])
 def test_predict_returns_the_rows_in_order(count, k):
     """Exactly as many rows as were given, in their order, for any rest."""

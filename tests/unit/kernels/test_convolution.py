@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
+from tests.draws import draws
 
 from phalanx._src.kernels import convolution
 from phalanx._src.kernels.windows import Windows
@@ -47,7 +48,7 @@ def require_same(ours, theirs, x, kernel):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
 
 
-@settings(max_examples=10)
+@draws(6)
 @given(convolutions())
 def test_convolutions_are_those_of_xla(case):
     """Of all strides and paddings; depthwise, with one and several outputs of each channel, too."""
@@ -69,7 +70,7 @@ def test_convolutions_are_those_of_xla(case):
     )
 
 
-@settings(max_examples=10)
+@draws(6)
 @given(convolutions())
 def test_transposed_convolutions_are_those_of_jax(case):
     """Their windows overlap, touch, or leave gaps."""

@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from jax import lax
+from tests.draws import draws
 
 from phalanx._src.kernels import pooling
 from phalanx._src.kernels.windows import Windows
@@ -49,7 +50,7 @@ def with_gradient(fn, x):
     return results(x)
 
 
-@settings(max_examples=10)
+@draws(6)
 @given(poolings())
 def test_largest_elements_are_those_of_xla(case):
     """Result and gradient have the same bits, also where several elements are the largest. The weights add up exactly.

@@ -121,6 +121,7 @@ def test_sixty_four_virtual_replicas(run_python):
     assert "total 64 2080.0" in run_python(code, PHALANX_CPU_DEVICES="64")
 
 
+@pytest.mark.cover(["order"], {"jax, phalanx"})
 @pytest.mark.slow
 @pytest.mark.parametrize("order", ["phalanx, jax", "jax, phalanx"])
 def test_environment_gives_two_devices(order, run_python):

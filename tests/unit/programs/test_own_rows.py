@@ -62,6 +62,7 @@ def assert_all_close(found, expected):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.cover(["steps", "options"], [(3, {})])
 @pytest.mark.parametrize(
     ("steps", "options"),
     [

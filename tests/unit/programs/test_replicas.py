@@ -78,6 +78,7 @@ class Trainer:
         return batches(self.strategy, data, 6)
 
 
+@pytest.mark.cover(["rows", "replicas"], {(25, 2), (7, 0)})
 @pytest.mark.parametrize(
     ("rows", "steps", "replicas"), [(25, 2, 1), (25, 2, 2), (24, 3, 2), (7, 8, 3), (12, 2, 0), (7, 8, 0)]
 )

@@ -67,6 +67,7 @@ def same(ours, theirs):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.cover(["strategy"], [X2_SHARED])
 def test_custom_loop_equals_plain_keras(strategy):
     """Weights and slots stay on their device, and are those of plain Keras; the last batch is short."""
     model, optimizer = parts(strategy)
@@ -85,24 +86,23 @@ def test_custom_loop_equals_plain_keras(strategy):
     assert int(optimizer.iterations.value) == 9
 
 
+OPTIMIZERS = {
+    "schedule": (X3, lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5), 0.9)),
+    "clipnorm": (X2_SHARED, lambda: keras.optimizers.AdamW(0.1, clipnorm=0.1)),
+    "ema": (X3, lambda: keras.optimizers.Adam(0.1, use_ema=True, ema_overwrite_frequency=2)),
+    "accumulation": (X3, lambda: keras.optimizers.Adam(0.1, gradient_accumulation_steps=2)),
+    "accumulation_x1": (X1, lambda: keras.optimizers.Adam(0.1, gradient_accumulation_steps=2)),
+    "loss_scale": (X3, lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1))),
+    "muon": (X2_SHARED, lambda: keras.optimizers.Muon(0.1)),
+}
+
+
+@pytest.mark.cover(["name"], {"clipnorm", "accumulation", "loss_scale"})
 @pytest.mark.parametrize(
-    ("strategy", "optimizer"),
-    [
-        pytest.param(
-            X3,
-            lambda: keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 1, 0.5), 0.9),
-            id="schedule",
-        ),
-        pytest.param(X2_SHARED, lambda: keras.optimizers.AdamW(0.1, clipnorm=0.1), id="clipnorm"),
-        pytest.param(X3, lambda: keras.optimizers.Adam(0.1, use_ema=True, ema_overwrite_frequency=2), id="ema"),
-        pytest.param(X3, lambda: keras.optimizers.Adam(0.1, gradient_accumulation_steps=2), id="accumulation"),
-        pytest.param(X1, lambda: keras.optimizers.Adam(0.1, gradient_accumulation_steps=2), id="accumulation_x1"),
-        pytest.param(X3, lambda: keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.1)), id="loss_scale"),
-        pytest.param(X2_SHARED, lambda: keras.optimizers.Muon(0.1), id="muon"),
-    ],
-    indirect=["strategy"],
+    ("strategy", "name"), [(on, name) for name, (on, _) in OPTIMIZERS.items()], indirect=["strategy"], ids=OPTIMIZERS
 )
-def test_fit_with_optimizers(strategy, optimizer):
+def test_fit_with_optimizers(strategy, name):
+    _, optimizer = OPTIMIZERS[name]
     model, _ = parts(strategy)
     with strategy.scope():
         model.compile(optimizer(), "mse", steps_per_execution=2)

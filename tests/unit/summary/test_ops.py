@@ -74,6 +74,10 @@ def run_in(strategy, how, fn, x):
     return strategy.run(fn, args=(x,), options=phalanx.RunOptions(eager=how == "eager"))
 
 
+@pytest.mark.cover(
+    ["strategy", "how"],
+    {("mirrored", "run"), ("mirrored", "function"), ("one_device", "eager"), ("central_storage", "run")},
+)
 @pytest.mark.parametrize("how", ["run", "function", "eager"])
 def test_values_of_a_replica_function(strategy, recorded, how):
     """Scalars are averaged, histograms count all replicas, and other values come from replica 0."""

@@ -100,6 +100,7 @@ WAYS = {
 }
 
 
+@pytest.mark.cover(["call"], [WHERE["function"]])
 @pytest.mark.parametrize("call", [WHERE["eager"], WHERE["function"]], ids=["eager", "function"])
 def test_layers_that_write(call):
     """Dropout, BatchNormalization and a metric do in a body what they do in three steps in Python."""
@@ -241,6 +242,9 @@ def test_layer_in_a_raw_body(name):
         phalanx.function(lambda: jax.lax.scan(body, 0.0, X))()
 
 
+@pytest.mark.cover(
+    ["wrap"], [RAW[name] for name in ("scan", "cond", "while_loop", "vmap", "jit", "grad", "checkpoint")]
+)
 @raw
 def test_named_body_that_reads(wrap):
     """The same function may be the body in several programs, around a write, and outside; it reads the present value."""

@@ -549,7 +549,7 @@ class Cluster:
         return [n for n, c in self.closures.items() if isinstance(Call(c.outcome.get).error(), CancelledError)]
 
 
-@pytest.mark.cover(["seed"], {0, 1})
+@pytest.mark.cover(["seed"], {0})
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize(
     ("producers", "consumers", "capacity", "failures"),

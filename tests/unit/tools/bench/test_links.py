@@ -77,7 +77,7 @@ def test_command_starts_processes(tmp_path, bench):
     assert (refused.exit_code, "must end with .json" in refused.stderr) == (2, True)
 
 
-@pytest.mark.exhaustive("test_session.py: test_slow_link_is_named")
+@pytest.mark.exhaustive("test_all_pairs_and_the_all_reduce")
 def test_slow_cable_is_measured(on_slow_link, tmp_path):
     """At 100 Mbit/s, no more than 12.5 MB cross in a second, and some are in the buckets already."""
     on_slow_link("phalanx", "bench", "--links", "--output", "links.json")

@@ -79,6 +79,7 @@ def test_fit_on_devices_and_processes(measured, tmp_path):
     assert [(a.name, b.name) for a, b in pairs(found, again)] == [(one.name,) * 2 for one in found.results]
 
 
+@pytest.mark.exhaustive("test_timeline.py, and test_fit_on_devices_and_processes for what is measured")
 def test_slow_input_is_named(measured):
     slow = """
 import time
@@ -93,7 +94,7 @@ model.fit(rows(), steps_per_epoch=30, epochs=50, verbose=0)
     assert found.results[0].parts["input"] > 0.1
 
 
-@pytest.mark.exhaustive("test_slow_input_is_named, test_slow_link_is_named")
+@pytest.mark.exhaustive("test_timeline.py, and test_fit_on_devices_and_processes for what is measured")
 def test_slow_code_and_slow_rank_are_named(measured, tmp_path):
     """A callback that sleeps if it is alone, else before each step of rank 1. The parts add up to the steps that it sees."""
     slow = f"""
@@ -119,6 +120,7 @@ model.fit(x, y, batch_size=32, epochs=50, verbose=0, callbacks=[Slow()])
     assert two.parts["wait"] > 0.05
 
 
+@pytest.mark.exhaustive("test_timeline.py, and test_fit_on_devices_and_processes for what is measured")
 def test_slow_link_is_named(on_slow_link, tmp_path):
     """A large model on two machines, between which a cable of 100 Mbit/s runs."""
     path = tmp_path / "train.py"

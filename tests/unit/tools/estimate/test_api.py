@@ -29,6 +29,7 @@ def assert_reduced_once(found):
     assert 0 <= reduced.num_bytes - F32 * num_parameters(512, 4) <= 8
 
 
+@pytest.mark.cover(["train"], {fit})
 @pytest.mark.parametrize("train", [fit, loop])
 def test_figures_are_computed_by_hand(train):
     """Weights and two slots of Adam, and the batch of one replica; all but the batch is reused. Counters are 64 bytes at most."""
@@ -40,6 +41,7 @@ def test_figures_are_computed_by_hand(train):
     assert_reduced_once(found)
 
 
+@pytest.mark.cover(["train"], {fit})
 @pytest.mark.parametrize("train", [fit, loop])
 def test_central_storage_computes_gradients(train):
     """Devices get the weights and the batch, and return the sum of the gradients. Slots are with the parameter device."""
@@ -97,6 +99,7 @@ def model_axis():
     return phalanx.MirroredStrategy(2, model_axis=("model", 2), layout=phalanx.fully_sharded("model"))
 
 
+@pytest.mark.cover(["topologies"], {"cpu:1,2,8", "cpu:8"})
 @pytest.mark.parametrize(
     ("strategy", "topologies", "expected"),
     [
