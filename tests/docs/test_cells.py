@@ -23,7 +23,7 @@ def text_of(page):
     return (ROOT / page).read_text(encoding="utf-8")
 
 
-@pytest.mark.cover(["page"], {"docs/notebooks/quickstart.md"})
+@pytest.mark.exhaustive("test_pages.py: the README and docs/start.md begin with the same programs")
 @pytest.mark.parametrize("page", PAGES)
 def test_cells_print_what_the_page_says(page, tmp_path):
     """`.venv/bin/python tests/docs/cells.py PAGE` writes the new output into the page; read the difference before you commit it."""

@@ -47,6 +47,7 @@ def recorded(events):
     return found
 
 
+@pytest.mark.cover(["name"], {"a model_fn with summaries", "keep_checkpoint_max=2, save_summary_steps=0"})
 @pytest.mark.parametrize("name", MODELS)
 def test_files_and_tags_equal_tensorflow(name, tmp_path):
     """The checkpoints that are kept, and the steps of each summary in each folder, are those of TensorFlow."""

@@ -19,6 +19,7 @@ def model_of(case):
     return model
 
 
+@pytest.mark.cover(["name"], {"three classes"})
 @pytest.mark.parametrize("name", CASES)
 def test_model_equals_tensorflow(name, tmp_path):
     """Losses of 20 steps from the weights of the model, final variables, metrics and predictions equal those of TensorFlow.

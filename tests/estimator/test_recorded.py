@@ -10,17 +10,12 @@ PREMADE = {
     for name, case in RECORDED[part].items()
     if isinstance(case, dict) and "losses" in case
 }
-# Of each class one case, and of each option of a head; --full trains the others too.
+# Of each kind of model one case.
 COVER = (
-    "dnn: two classes with Adam",
     "dnn: three classes with weights",
-    "dnn: two classes by sum",
     "linear: two words",
     "others: DNNRegressor of two numbers",
-    "others: LinearRegressor",
     "others: BaselineClassifier of three classes",
-    "others: BaselineRegressor",
-    "others: DNNLinearCombinedClassifier of two classes",
     "others: DNNLinearCombinedRegressor, linear alone",
 )
 

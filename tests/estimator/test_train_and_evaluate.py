@@ -13,8 +13,6 @@ CASE = RECORDED["dnn"]["two classes"]
 DATA = batches(CASE)
 COVER = (
     "with exporters",
-    "an input of 12 batches",
-    "throttle_secs=600",
     "name='x' and steps=1",
     "already trained for 20 steps",
     "start_delay_secs=100",

@@ -37,6 +37,7 @@ def test_counts_every_image_once(mirrored):
     assert set(re.findall(r"of (\d+) images", mirrored)) == {str(TEST_IMAGES)}
 
 
+@pytest.mark.exhaustive("tests/contract/test_law1_equals_one_device.py")
 def test_one_device_prints_the_same(mirrored, run_example):
     """Two replicas learn what one device learns, to the last digit shown."""
     one_device = run_example("digits.py", "--epochs", EPOCHS, "--strategy", "one-device")

@@ -17,6 +17,7 @@ def test_irises_on_one_device_and_two(run_example):
     assert re.findall(r"^\w+ \(", two, re.MULTILINE) == re.findall(r"^\w+ \(", one, re.MULTILINE)
 
 
+@pytest.mark.exhaustive("tests/guide/test_estimator_guide.py")
 def test_custom_head_finds_the_quantile(run_example):
     """About nine tenths of the labels are below the prediction."""
     (share,) = re.findall(r"([\d.]+) of the labels", run_example("estimator_custom_head.py"))

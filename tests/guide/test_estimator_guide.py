@@ -12,6 +12,7 @@ import phalanx
 from phalanx.estimator import tf1
 
 
+@pytest.mark.exhaustive("tests/estimator/test_recorded.py, test_guide_with_image_model")
 def test_premade_estimators_tutorial(tmp_path):
     """A deep network for irises: what it evaluates and predicts is what NumPy computes from its variables."""
     (train, train_y), (test, test_y) = irises()

@@ -129,6 +129,7 @@ def test_metrics_and_optimizers(tmp_path):
     assert {name: more[name] for name in found} == found
 
 
+@pytest.mark.exhaustive("tests/estimator/test_recorded.py, and test_estimator_columns_guide.py for features")
 def test_ready_made_estimators(tmp_path):
     """Linear, deep, and both: with Ftrl whose rate decays, metrics are those of the probabilities."""
     (x_train, y_train), (x_eval, y_eval) = data.passengers(600, 1), data.passengers(320, 2)
