@@ -11,6 +11,7 @@ SAID = {
 }
 
 
+@pytest.mark.cover(["case"], {"mean of shapes", "models", "operations"})
 @pytest.mark.parametrize("case", SAID)
 def test_ranks_that_differ_are_named(cluster_of, case):
     """Nobody gets a wrong number, and no process is aborted."""

@@ -277,7 +277,7 @@ print("losses", losses[-1], "leap", max(after / before for before, after in zip(
 """
 
 
-@pytest.mark.cover(["accumulation", "options"], {("2", "")})
+@pytest.mark.exhaustive("test_others_go_on, and tests/unit/elastic/test_copies.py for what is taken over")
 @pytest.mark.parametrize(
     ("options", "accumulation"),
     [
@@ -317,7 +317,7 @@ print("losses", losses[0], losses[-1], flush=True)
 """
 
 
-@pytest.mark.exhaustive("test_what_was_not_sent_survives, test_others_go_on")
+@pytest.mark.exhaustive("test_others_go_on, and tests/unit/elastic/test_copies.py for what is taken over")
 @pytest.mark.parametrize(
     "options",
     ['communication_options=CommunicationOptions(compression="int8")', "local_updates=DiLoCo(every=4, fragments=2)"],

@@ -42,6 +42,10 @@ CASES = {
 }
 
 
+@pytest.mark.cover(
+    ["step", "case"],
+    {("total.assign_add(1.0)", "raises"), ("total + 1.0", "killed"), ("total.assign_add(1.0)", "crashes")},
+)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("step", ["total.assign_add(1.0)", "total + 1.0"], ids=["writes", "reads"])
 def test_death_of_one_worker_is_named_by_the_other(tmp_path, case, step):

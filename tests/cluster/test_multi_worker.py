@@ -26,10 +26,7 @@ def replies(cluster, task, **kwargs):
     return found
 
 
-@pytest.mark.cover(
-    ("size", "model"),
-    {((2, 1), "mlp_l2"), ((2, 2), "cnn"), ((4, 1), "mlp")},
-)
+@pytest.mark.cover(["size", "model"], {((2, 1), "mlp_l2"), ((2, 2), "cnn")})
 @EVERYWHERE
 @pytest.mark.parametrize(
     ("model", "optimizer", "sizes"),
@@ -44,6 +41,7 @@ def test_custom_loop_equals_one_device(cluster_of, size, model, optimizer, sizes
     same(got["weights"], wanted.weights)
 
 
+@pytest.mark.cover(["option"], {"DiLoCo", "weights"})
 @pytest.mark.parametrize("option", ["LocalSGD", "DiLoCo", "weights", "auto"])
 def test_options_that_change_no_result(cluster_of, option):
     """Local updates that are synchronized at every step, and shares of a batch that are unequal."""
@@ -78,6 +76,7 @@ def test_fit_equals_one_device_on_every_process(cluster_of, reference, size, k):
     same(got, reference, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.cover(["size"], {(2, 2)})
 @EVERYWHERE
 def test_chiefs_first_values(cluster_of, size):
     """Each process draws other weights, and all go on with those of the first."""
@@ -87,6 +86,7 @@ def test_chiefs_first_values(cluster_of, size):
         same(values, drawn[0], rtol=0, atol=0)
 
 
+@pytest.mark.cover(["options"], [{"wire_dtype": "bfloat16"}, {"compression": "int8"}])
 @pytest.mark.parametrize(
     ("options", "sent"),
     [
@@ -113,6 +113,7 @@ def test_order_of_rows(cluster_of):
     replies(cluster_of(2, 1), "shuffled")
 
 
+@pytest.mark.cover(["size"], {(2, 2)})
 @EVERYWHERE
 def test_verbs_span_all_processes(cluster_of, size):
     """Replica numbers, sums, and who writes."""
@@ -150,6 +151,7 @@ def test_only_one_worker_writes_files(cluster_of, tmp_path, verbose):
     assert len(list((tmp_path / "board" / "train" / "plugins").rglob("*.xplane.pb"))) == 1
 
 
+@pytest.mark.cover(["size"], {(2, 2)})
 @EVERYWHERE
 def test_summaries_are_written_by_the_chief(cluster_of, tmp_path, size):
     """One file, with the values of the replicas of all processes, as NumPy computes them."""
@@ -209,6 +211,7 @@ def test_saving_accumulated_gradients(cluster_of, tmp_path):
     assert {p.name for p in tmp_path.iterdir()} == {"4.keras", "8.keras"}
 
 
+@pytest.mark.cover(["size"], {(2, 2)})
 @pytest.mark.parametrize(
     ("size", "where"),
     [
@@ -257,6 +260,7 @@ def test_arrays_of_different_lengths(cluster_of, method):
         assert "; worker 1 has 1002 rows, 16 batches, 64 rows in a batch.\nHINT: the same data on all" in text
 
 
+@pytest.mark.cover(["rows"], [[128, 129]])
 @pytest.mark.parametrize(
     ("rows", "found"), [([200, 199], "8 rows on worker 0, 7 rows"), ([128, 129], "0 rows on worker 0, 1")]
 )

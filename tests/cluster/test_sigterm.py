@@ -73,7 +73,7 @@ def run(folder, source, handler, whom):
         return end_of(process)
 
 
-@pytest.mark.cover(["whom"], {"1", "launcher"})
+@pytest.mark.cover(["whom", "source"], {("1", FIT), ("launcher", LOOP)})
 @pytest.mark.parametrize("source", [LOOP, FIT], ids=["loop", "fit"])
 @pytest.mark.parametrize("whom", ["0", "1", "all", "launcher"])
 def test_finally_blocks_run(tmp_path, source, whom):
@@ -88,6 +88,7 @@ def test_finally_blocks_run(tmp_path, source, whom):
         assert re.search(rf"PeerLostError: rank {whom} \(127.0.0.1:\d+\) was ended by SIGTERM: no step", out)
 
 
+@pytest.mark.cover(["whom"], {"1", "launcher"})
 @pytest.mark.parametrize("whom", ["0", "1", "launcher"])
 def test_handlers_of_the_user_run(tmp_path, whom):
     """A handler that was set before the cluster stays; where one worker stops by it, the other gets out of its step."""

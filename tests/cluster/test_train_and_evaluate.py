@@ -7,6 +7,9 @@ from launching import RUN, run, script
 import phalanx
 from phalanx.estimator import experimental
 
+# All that holds if nobody dies holds if the evaluator does.
+pytestmark = pytest.mark.cover(["ended"], {"evaluator", "worker"})
+
 SCRIPT = """
 import os, signal, sys
 from pathlib import Path

@@ -23,13 +23,15 @@ PROCESSES, SERVERS = OURS = ("two_processes", "servers")
 PAIRS = [pair for pair in itertools.product([*STRATEGIES, *OURS], repeat=2) if {*pair} & {*OURS}]
 """With those of tests/contract/test_law4_checkpoints.py, all pairs of ten strategies."""
 
+EACH = {(PROCESSES, "normalized"), (SERVERS, "shared")}
+"""One model for each of the two: with statistics of replicas, and with variables that are divided between servers."""
 COVER = {
-    (PROCESSES, SERVERS, "mlp"),
-    (SERVERS, PROCESSES, "shared"),
+    (PROCESSES, SERVERS, "normalized"),
+    (SERVERS, PROCESSES, "normalized"),
     (PROCESSES, PROCESSES, "normalized"),
     (SERVERS, SERVERS, "shared"),
     ("mirrored_x4", PROCESSES, "normalized"),
-    (SERVERS, "central_x2", "mlp"),
+    (SERVERS, "central_x2", "shared"),
 }
 
 
@@ -84,6 +86,7 @@ def contents_of(path):
     return of_all, [*of_all[0]], [*notes["names"]], [notes[key] for key in ("values", "aliases", "dtypes")]
 
 
+@pytest.mark.cover(["row", "name"], EACH)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("row", OURS)
 def test_file_is_that_of_one_device(saved, runs, row, name, tmp_path):
@@ -95,6 +98,7 @@ def test_file_is_that_of_one_device(saved, runs, row, name, tmp_path):
     assert contents_of(ours.path) == contents_of(tmp_path / "alone")
 
 
+@pytest.mark.cover(["row", "name"], EACH)
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("row", OURS)
 def test_file_of_one_device_is_loaded(saved, runs, row, name):

@@ -44,7 +44,7 @@ def test_synchronous_training_is_that_of_one_device(synchronous, name):
     assert_same(*train_in_halves(synchronous, name, 5, 5))
 
 
-@pytest.mark.cover(["far"], {(0,), (1,)})
+@pytest.mark.cover(["far"], {(1,)})
 @pytest.mark.parametrize(("far", "name"), [((), "adam"), ((1,), "momentum"), ((0,), "adam"), ((0, 1), "adam")], ids=str)
 def test_servers_on_other_machines(shared_strategies, monkeypatch, far, name):
     """Where a worker and a server have no memory in common, large arrays go by Ray, and the updates are the same."""
@@ -126,7 +126,9 @@ def train_on_all(strategy, optimizer, steps):
     return losses, staleness, after.updates - before.updates
 
 
-@pytest.mark.cover(["workers", "bound"], {(2, 1)})
+@pytest.mark.exhaustive(
+    "tests/unit/parameter_server/remote/test_staleness.py, test_synchronous_training_is_that_of_one_device"
+)
 @pytest.mark.parametrize(("workers", "bound"), [(2, 1), (3, 1), (3, 3)])
 def test_staleness_stays_within_the_bound(strategy_of, workers, bound):
     """No update is staler, all steps are done, and the counter is exact."""
@@ -154,6 +156,7 @@ OF_ONE_SERVER = {
 }
 
 
+@pytest.mark.cover(["name"], {"clipped accumulation", "loss scale"})
 @pytest.mark.parametrize("name", OF_ONE_SERVER)
 def test_optimizers_that_must_see_all(strategy, coordinator, name):
     """With one server they make the updates of plain Keras, whichever worker does the next step."""

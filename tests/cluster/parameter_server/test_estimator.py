@@ -135,6 +135,7 @@ class Ends(estimator.SessionRunHook):
             os.kill(self.servers.pop(), signal.SIGKILL)
 
 
+@pytest.mark.exhaustive("test_losses.py: test_a_server_is_lost_for_good")
 def test_training_goes_on_after_the_loss_of_a_server(strategy, tmp_path):
     """The error names the loss. A new training continues from the last checkpoint."""
     # Here, because workers import this module for its datasets, and cannot import this one.

@@ -80,6 +80,7 @@ def test_a_worker_that_is_killed_in_synchronous_training(strategy_of):
     assert set(coordinator.status().staleness) == {0}
 
 
+@pytest.mark.exhaustive("test_workers_that_are_lost")
 def test_the_only_worker_dies_idle(strategy_of):
     """A new step with a dataset, whose shapes nobody can tell then, waits for the next worker."""
     strategy = strategy_of(workers=1)

@@ -163,6 +163,7 @@ def test_steps_that_are_merely_long(coordinator, counter):
     assert int(counter.numpy()) == 12
 
 
+@pytest.mark.exhaustive("test_estimator.py: test_scheduled_steps_learn_the_line")
 def test_datasets_that_end_their_workers(coordinator, counter, monkeypatch):
     """After three workers in a row it is an error that names the dataset function, or the step that takes a batch of it."""
 

@@ -201,6 +201,7 @@ def image_classifier():
     return model
 
 
+@pytest.mark.exhaustive("test_consistency.py: test_asynchronous_training_learns")
 def test_accuracy_equals_synchronous_training(strategy):
     """Asynchronous training reaches the accuracy of Keras's own in the same number of epochs, within 2 points."""
     labels = np.arange(1800) % 10

@@ -128,7 +128,7 @@ OPTIMIZERS = {
     "ema": lambda: keras.optimizers.Adam(0.1, use_ema=True, ema_overwrite_frequency=3),
     "accumulation": lambda: keras.optimizers.Adam(0.1, gradient_accumulation_steps=3),
 }
-COVER = {"momentum", "adam", "adamw", "schedule", "clipnorm", "global_clipnorm", "ema", "accumulation"}
+COVER = {"momentum", "global_clipnorm", "ema", "accumulation"}
 
 
 @pytest.mark.cover(["name"], COVER)
