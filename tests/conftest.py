@@ -8,6 +8,7 @@ import gc
 import importlib.metadata
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 ALL = bool(os.environ.get("PHALANX_TEST_ALL"))
@@ -30,12 +31,15 @@ if not ALL:
     # Compiling is most of the work of the tests, and optimizing is most of compiling.
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
+# All processes of a run share what Python compiles, too. A fifth of what one needs to start is compiling Phalanx.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
 # A failing test shows all frames.
 os.environ.setdefault("PHALANX_TRACEBACK", "full")
 
 import secrets
 import shutil
-import sys
 import tempfile
 import threading
 
