@@ -85,8 +85,8 @@ FAULTS = [
     Fault(
         "padding counted as rows in an average loss",
         "nn:compute_average_loss",
-        "rows: Any = replica.num_examples",
-        "rows: Any = loss.shape[0] * replica.num_replicas_in_sync",
+        "rows = None if replica is None else replica.num_examples",
+        "rows = None",
         "unit/test_nn.py contract/test_law1_equals_one_device.py",
     ),
     # cluster and cluster_resolver
@@ -223,7 +223,7 @@ FAULTS = [
         "rows:_update_with_real_rows",
         "jnp.where(mask.reshape(mask.shape + (1,) * max(0, weight.ndim - 1)), weight, 0)",
         "weight",
-        "unit/test_compat.py contract/test_law_fit_equals_keras.py",
+        "unit/test_compat.py contract/test_law_fit_options.py",
     ),
     Fault(
         "all replicas draw the same dropout",
@@ -447,8 +447,8 @@ FAULTS = [
     Fault(
         "predictions of padding are returned",
         "predictions:_rows_of",
-        " if mask is None else data[mask]",
-        "",
+        "[output.rows.cut(x, i) for i, x in enumerate(data)]",
+        "list(data)",
         "unit/keras/test_training.py contract/test_keras_trainer_data.py",
     ),
     Fault(
@@ -571,15 +571,15 @@ FAULTS = [
     Fault(
         "padding is counted in the mean over a batch",
         "reduction:_reduce_global",
-        "total / (mask.sum(axis=reduced) * elements_per_row)",
-        "total / math.prod(data.shape[d] for d in reduced)",
+        "mean: jax.Array = (total / elements)",
+        "mean: jax.Array = (total / math.prod(data.shape[d] for d in reduced))",
         "unit/strategies/test_results.py unit/strategies/test_base.py",
     ),
     Fault(
         "padding is gathered",
-        "results:_real_rows",
-        "whole if _rows_of(value) is None else whole[np.flatnonzero(np.asarray(mask))]",
-        "whole",
+        "reduction:_",
+        "[value.rows.cut(data[i], i) for i in range(num_replicas)]",
+        "list(data)",
         "unit/strategies/test_results.py unit/strategies/test_base.py",
     ),
     Fault(
@@ -636,16 +636,37 @@ FAULTS = [
     ),
     # tracing
     Fault(
-        "padding is counted in a Keras loss",
-        "averages:reduce_rows",
-        "jnp.where(is_real, values, 0).sum()",
-        "values.sum()",
-        "unit/input/test_distributed.py unit/test_compat.py contract/test_law_fit_equals_keras.py",
+        "a mask that a loss makes is forgotten",
+        "rows:_reduce_losses",
+        'original(jnp.ones_like(values), weight, mask, "sum", dtype)',
+        'original(jnp.ones_like(values), weight, None, "sum", dtype)',
+        "contract/test_every_loss_and_metric.py",
+    ),
+    Fault(
+        "a ratio is taken of the rows of one replica",
+        "batch_functions:needs_all_rows",
+        "and not _is_mean(fn, *args)",
+        "and False",
+        "contract/test_every_loss_and_metric.py",
+    ),
+    Fault(
+        "a replica takes the part for other rows than its own",
+        "own_rows:Plan.run",
+        "jnp.asarray(self._share_of)[",
+        "jnp.zeros_like(jnp.asarray(self._share_of))[",
+        "unit/programs/test_own_rows.py",
+    ),
+    Fault(
+        "what a replica without rows computes of padding is returned",
+        "own_rows:Plan.run",
+        "jnp.where(rows > 0, results[i], jnp.zeros_like(results[i]))",
+        "results[i]",
+        "unit/programs/test_own_rows.py",
     ),
     Fault(
         "a batch normalization sees the rows of one replica",
         "averages:moments",
-        "primitives.all_reduce(ReduceOp.SUM, total, replicas) / count",
+        "summed(total) / count",
         "total / jnp.maximum(local_count, 1)",
         "unit/keras/test_steps.py contract/test_law_fit_equals_keras.py",
     ),
@@ -666,8 +687,8 @@ FAULTS = [
     Fault(
         "weights are added instead of averaged",
         "local_updates:_average",
-        "(total / n).astype(x.dtype)",
-        "total.astype(x.dtype)",
+        "mean_of_parts(total, n, x.dtype)",
+        "mean_of_parts(total, 1, x.dtype)",
         "unit/collectives/test_local_updates.py",
     ),
     Fault(

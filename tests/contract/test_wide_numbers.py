@@ -32,7 +32,7 @@ def whole(value):
     return strategy.experimental_local_results(value)[0]
 
 
-# Data: short batches carry masks, and every number arrives.
+# Data: every number arrives.
 dataset = strategy.experimental_distribute_dataset((IDS, THIRDS), batch_size=4)
 batches = list(dataset)
 ids = [strategy.gather(i, axis=0) for i, _ in batches]
@@ -44,7 +44,7 @@ assert np.concatenate(thirds).tolist() == THIRDS.tolist() and thirds[0].dtype ==
 doubled = [strategy.run(lambda batch: batch[0] * 2, args=(batch,)) for batch in batches]
 assert sum(int(strategy.reduce("SUM", x, axis=0)) for x in doubled) == 2 * int(IDS.sum())
 mean = strategy.reduce("MEAN", strategy.run(lambda x: x, args=(batches[1][1],)), axis=0)
-assert mean.dtype == np.float64 and float(mean) == THIRDS[4:].mean()
+assert mean.dtype == np.float64 and abs(float(mean) / THIRDS[4:].mean() - 1) < 1e-15
 assert int(whole(strategy.run(lambda i, j: i + j, args=(2**40, np.int64(3))))) == 2**40 + 3
 assert float(whole(strategy.run(lambda x: x, args=(1e300,)))) == 1e300
 

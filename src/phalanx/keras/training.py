@@ -369,6 +369,7 @@ class ModelTrainer:
         # A backup at the last step of an epoch leaves no step for the rest of that epoch.
         logs: dict[str, Any] = model.get_metrics_result() if data.is_within_epoch else {}
         begin, end = compat.batch_hooks(callbacks, kind)
+        has_peers = self._has_peers
         for first, parts in data.epoch():
             is_new = training is None or training.begin_steps(first + steps_in(parts))
             if is_new:
@@ -383,7 +384,8 @@ class ModelTrainer:
                     training.end_steps(steps_in(parts))
                 if is_new:
                     end(first + steps_in(parts) - 1, logs)
-            if stops(model.stop_training if kind == "train" else model.stop_evaluating, self._topology):
+            is_wanted = model.stop_training if kind == "train" else model.stop_evaluating
+            if stops(is_wanted, self._topology) if has_peers else is_wanted:
                 break
         return compat.logs_or_metrics(model, logs)
 

@@ -343,12 +343,12 @@ def test_reduce_over_rows_accumulates(op, axis, expected):
 
 
 def test_reduce_of_padded_rows_accumulates():
-    """Padding is not among the rows of a short batch: (1 + 2) x 3. What `run_steps` returned has other rows in each step."""
+    """Padding is not among the rows of a short batch: (1 + 2) x 3. What `run_steps` returned has rows in dim 1."""
     strategy = mirrored(2, ReductionToOneDevice(accumulation_fn=product))
     batch = next(iter(strategy.experimental_distribute_dataset([np.float32([1, 2, 3])])))
     results = strategy.run(lambda x: x * 1, args=(batch,))
     assert float(strategy.reduce("SUM", results, axis=0)) == 9.0
-    iterator = iter(strategy.experimental_distribute_dataset(np.arange(5.0, dtype="float32"), batch_size=2))
+    iterator = iter(strategy.experimental_distribute_dataset(np.arange(6.0, dtype="float32"), batch_size=3))
     results = strategy.run_steps(lambda x: x * 1, iterator, 3)
     with pytest.raises(
         InputError, match="reduce.axis=0. of a result of run_steps, with cross-device operations that do not add"

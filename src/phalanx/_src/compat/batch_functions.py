@@ -11,7 +11,7 @@ import numpy as np
 
 from phalanx.typing import PyTree
 
-_ROWS = 4
+_ROWS = 8
 _HALVES = (slice(_ROWS // 2), slice(_ROWS // 2, None))
 
 
@@ -37,11 +37,13 @@ def _is_mean(fn: Callable[..., Any], *args: PyTree) -> bool:
             first, second, whole = (float(fn(*each)) for each in (*halves, rows))
     except Exception:  # It wants other shapes or values, or reads a variable.
         return False
-    return bool(np.isclose(whole, (first + second) / 2, rtol=1e-3, atol=1e-6))
+    return bool(np.isclose(whole, (first + second) / 2, rtol=1e-5, atol=1e-7))
 
 
 def _sample(random: np.random.Generator, like: Any) -> Any:
-    """Returns rows that most functions take: classes 0 and 1, or probabilities."""
+    """Returns rows that most functions take: classes 0 and 1, or probabilities, small ones in the first half and large ones in the other."""
     shape, dtype = (_ROWS, *like.shape[1:]), keras.backend.standardize_dtype(like.dtype)
-    values = random.uniform(0.2, 0.8, shape) if "float" in dtype else random.integers(0, 2, shape)
+    values = random.uniform(0.05, 0.45, shape) if "float" in dtype else random.integers(0, 2, shape)
+    if "float" in dtype:
+        values[_HALVES[1]] += 0.5
     return keras.ops.convert_to_tensor(values, dtype)

@@ -84,9 +84,9 @@ def _update_with_real_rows(
         rows = {()}
         if mask is not None:
             _warn_of_padding(f"The metric {self.name!r}")
-        if scope.is_averaging and needs_all_rows(functools.partial(self._fn, **self._fn_kwargs), *args[:2]):
+        if scope.has_share and needs_all_rows(functools.partial(self._fn, **self._fn_kwargs), *args[:2]):
             arguments["y_true"], arguments["y_pred"] = scope.gathered(args[:2])
-    if scope.is_averaging and rows == {()}:
+    if scope.has_share and rows == {()}:
         arguments["sample_weight"] = scope.weight_of_mean(arguments.get("sample_weight"))
         return original(**arguments)
     weight = arguments.get("sample_weight")
@@ -144,7 +144,7 @@ def _loss(
         return original(self, y_true, y_pred, sample_weight)
     if not scope.is_averaging and self.reduction not in ("sum", "none", None):
         scope.check_loss(self.name, self.reduction)
-    if scope.is_averaging and needs_all_rows(self.call, y_true, y_pred):
+    if scope.has_share and needs_all_rows(self.call, y_true, y_pred):
         y_true, y_pred, sample_weight = scope.gathered((y_true, y_pred, sample_weight))
     return original(self, y_true, y_pred, sample_weight)
 
@@ -173,7 +173,7 @@ def _reduce_losses(  # noqa: PLR0917 (as in Keras)
         mask = real if mask is None else real & over_rows(jnp.asarray(mask, bool), values)
     weight = sample_weight if reduction == "mean_with_sample_weight" else None
     # A mean over all rows of this replica is right as it is: its share of them is the weight that it gets later.
-    if not scope.is_averaging or (reduction != "sum" and mask is None and weight is None):
+    if not scope.has_share or (reduction != "sum" and mask is None and weight is None):
         return original(values, sample_weight, mask, reduction, dtype)
     total = original(values, sample_weight, mask, "sum", dtype)
     if reduction == "sum":

@@ -71,10 +71,15 @@ class AbstractLiftScope(keras.StatelessScope, ABC):
     @property
     @abstractmethod
     def is_averaging(self) -> bool:
-        """Whether this replica is one of several that compute means over their own rows, as Keras's trainer does.
+        """Whether this replica computes means over its own rows, as Keras's trainer does.
 
         The mean over the global batch is then the sum of these means, weighted by each replica's share of the rows.
         """
+
+    @property
+    @abstractmethod
+    def has_share(self) -> bool:
+        """Whether this replica is averaging, and is one of several."""
 
     @abstractmethod
     def gathered(self, tree: Any) -> Any:

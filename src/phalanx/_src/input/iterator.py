@@ -349,7 +349,8 @@ class DistributedIterator(AbstractIterator):
         return batch
 
     def _read(self, form: Form) -> Batch | None:
-        self._topology.require_peers()
+        if self._worker.count > 1:
+            self._topology.require_peers()
         if self._seen:
             if form == self._form:
                 return self._seen.popleft()

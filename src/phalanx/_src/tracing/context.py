@@ -74,6 +74,8 @@ class ReplicaContext:
             raise InvalidArgumentError(
                 f"batches={shown(batches)}", "must be a tuple of the rows of this replica.", "leave `batches` out"
             )
+        if gathered is not None:
+            arguments.function("gathered", gathered, "leave `gathered` out")
         self._strategy, self._id, self._batches, self._gathered = strategy, replica_id_in_sync_group, batches, gathered
 
     @property

@@ -264,7 +264,12 @@ class LiftScope(VariableScope):
     def is_averaging(self) -> bool:
         self.note_read()
         mode = context.current()
-        return mode.averaging and mode.replica is not None and num_replicas() > 1
+        return mode.averaging and mode.replica is not None
+
+    @property
+    @override
+    def has_share(self) -> bool:
+        return self.is_averaging and num_replicas() > 1
 
     @override
     def weight_of_mean(self, weight: jax.Array | None) -> jax.Array | float:

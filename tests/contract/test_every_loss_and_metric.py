@@ -1,0 +1,173 @@
+"""Every loss and metric of Keras, and ones that users write, on replicas with different numbers of rows: that of all rows."""
+
+import inspect
+
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+
+import phalanx
+from phalanx._src.tracing import context
+
+ROWS, CLASSES = 7, 3
+RANDOM = np.random.default_rng(0)
+SCORES = RANDOM.uniform(0.05, 0.95, (ROWS, CLASSES)).astype("float32")
+PROBABILITIES = SCORES / SCORES.sum(1, keepdims=True)
+CLASS = RANDOM.integers(0, CLASSES, ROWS)
+ONE_HOT = np.eye(CLASSES, dtype="float32")[CLASS]
+BINARY = RANDOM.integers(0, 2, (ROWS, CLASSES)).astype("float32")
+IMAGES = np.broadcast_to(BINARY[:, None, :, None], (ROWS, 2, CLASSES, 1)).astype("float32")
+
+ARGUMENTS = {
+    "PrecisionAtRecall": {"recall": 0.5},
+    "RecallAtPrecision": {"precision": 0.5},
+    "SensitivityAtSpecificity": {"specificity": 0.5},
+    "SpecificityAtSensitivity": {"sensitivity": 0.5},
+    "IoU": {"num_classes": CLASSES, "target_class_ids": [0, 1]},
+    "MeanIoU": {"num_classes": CLASSES},
+    "OneHotIoU": {"num_classes": CLASSES, "target_class_ids": [0, 1]},
+    "OneHotMeanIoU": {"num_classes": CLASSES},
+    "FBetaScore": {"beta": 2.0},
+    "MeanMetricWrapper": {"fn": keras.metrics.mean_squared_error},
+    "TopKCategoricalAccuracy": {"k": 2},
+    "SparseTopKCategoricalAccuracy": {"k": 2},
+}
+"""Arguments of those that need some."""
+
+DATA = {
+    "CTC": (RANDOM.integers(1, 4, (ROWS, 2)), np.log(RANDOM.uniform(0.1, 1, (ROWS, 6, 4))).astype("float32")),
+    "Circle": (CLASS, SCORES),
+    "CategoricalGeneralizedCrossEntropy": (CLASS, PROBABILITIES),
+    "IoU": (CLASS, CLASS[::-1].copy()),
+    "MeanIoU": (CLASS, CLASS[::-1].copy()),
+    "Accuracy": (CLASS[:, None], CLASS[::-1, None].copy()),
+    "Dice": (IMAGES, 0.8 * IMAGES[::-1] + 0.1),
+    "Tversky": (IMAGES, 0.8 * IMAGES[::-1] + 0.1),
+}
+"""Labels and outputs of those that want others than the rest."""
+
+
+def data_of(name):
+    if name in DATA:
+        return DATA[name]
+    if name.startswith("Sparse"):
+        return CLASS, PROBABILITIES
+    return (ONE_HOT if name.startswith(("Categorical", "OneHot", "TopK", "F1", "FBeta")) else BINARY), PROBABILITIES
+
+
+def every(module, kind, base):
+    """All public classes of a module, with the arguments that they need."""
+    classes = {name: each for name, each in vars(module).items() if inspect.isclass(each) and issubclass(each, kind)}
+    return {name: (each, ARGUMENTS.get(name, {})) for name, each in classes.items() if each is not base}
+
+
+def dice(y, p):
+    return 1 - 2 * keras.ops.sum(y * p) / (keras.ops.sum(y) + keras.ops.sum(p))
+
+
+class Ignoring(keras.losses.Loss):
+    """Says itself which of its values count."""
+
+    def call(self, y, p):
+        values = keras.ops.mean(keras.ops.square(y - p), axis=-1)
+        keras.src.backend.set_keras_mask(values, y[:, 0] > 0)
+        return values
+
+
+LOSSES = every(keras.losses, keras.losses.Loss, keras.losses.Loss) | {
+    "mean of the batch": (
+        lambda: keras.src.losses.losses.LossFunctionWrapper(lambda y, p: keras.ops.mean(keras.ops.abs(y - p))),
+        {},
+    ),
+    "sum of the batch": (
+        lambda: keras.src.losses.losses.LossFunctionWrapper(lambda y, p: keras.ops.sum(keras.ops.abs(y - p))),
+        {},
+    ),
+    "root of the batch": (
+        lambda: keras.src.losses.losses.LossFunctionWrapper(lambda y, p: keras.ops.sqrt(keras.ops.mean((y - p) ** 2))),
+        {},
+    ),
+    "dice of the batch": (lambda: keras.src.losses.losses.LossFunctionWrapper(dice), {}),
+    "sum of Keras": (lambda: keras.losses.MeanSquaredError(reduction="sum"), {}),
+    "own mask": (Ignoring, {}),
+    "own mask, sum": (lambda: Ignoring(reduction="sum"), {}),
+    "own mask, weights": (lambda: Ignoring(reduction="mean_with_sample_weight"), {}),
+}
+
+
+class Counting(keras.metrics.Metric):
+    """Counts rows, and takes the largest, without weights."""
+
+    def __init__(self):
+        super().__init__(name="counting")
+        self.rows = self.add_weight(name="rows", initializer="zeros")
+        self.squares = self.add_weight(name="squares", initializer="zeros")
+
+    def update_state(self, y, p):
+        self.rows.assign_add(y.shape[0])
+        self.squares.assign_add(keras.ops.sum(keras.ops.square(p)))
+
+    def result(self):
+        return self.squares / self.rows
+
+
+METRICS = every(keras.metrics, keras.metrics.Metric, keras.metrics.Metric) | {
+    "counting": (Counting, {}),
+    "sum of the batch": (lambda: keras.metrics.MeanMetricWrapper(lambda y, p: keras.ops.sum(y * p)), {}),
+    "dice of the batch": (lambda: keras.metrics.MeanMetricWrapper(dice), {}),
+}
+
+
+def arguments_of(name):
+    """The arguments of `update_state`: `Mean` and `Sum` take values only."""
+    y, p = data_of(name)
+    return (p,) if name in ("Mean", "Sum") else (y, p)
+
+
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64", "ignore:invalid value encountered")
+@pytest.mark.cover(["replicas"], [3])
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+def test_losses_are_those_of_all_rows(replicas):
+    """The weighted sum of what the replicas compute, as `fit` differentiates it."""
+    losses = {name: make(**kwargs) for name, (make, kwargs) in LOSSES.items()}
+    expected = {name: float(loss(*data_of(name))) for name, loss in losses.items()}
+    strategy = phalanx.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
+
+    def replica(batch):
+        with context.averaging():
+            weight = phalanx.get_replica_context().weight
+            return {name: loss(*batch[name]) * weight for name, loss in losses.items()}
+
+    data = {name: data_of(name) for name in losses}
+    (batch,) = strategy.experimental_distribute_dataset(lambda: iter([data]))
+    shares = strategy.run(replica, args=(batch,))
+    found = {name: float(x) for name, x in strategy.reduce("SUM", shares, axis=None).items()}
+    assert found == pytest.approx(expected, rel=1e-4, nan_ok=False)
+
+
+@pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64")
+@pytest.mark.cover(["replicas"], [3])
+@pytest.mark.parametrize("replicas", [2, 3, 8])
+def test_metrics_are_those_of_all_rows(replicas):
+    """In `fit`, where a function of the batch is a mean over batches; after two batches."""
+    make = lambda: {name: each(**kwargs) for name, (each, kwargs) in METRICS.items()}  # noqa: E731
+    plain = make()
+    for name, metric in plain.items():
+        for _ in range(2):
+            metric.update_state(*arguments_of(name))
+    strategy = phalanx.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
+    with strategy.scope():
+        metrics = make()
+
+    def replica(batch):
+        with context.averaging():
+            for name, metric in metrics.items():
+                metric.update_state(*batch[name])
+
+    data = {name: arguments_of(name) for name in metrics}
+    for batch in strategy.experimental_distribute_dataset(lambda: iter([data, data])):
+        strategy.run(replica, args=(batch,))
+    for name, metric in metrics.items():
+        found, expected = (np.asarray(jnp.asarray(m.result())) for m in (metric, plain[name]))
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-6, err_msg=name)
