@@ -159,6 +159,22 @@ def test_local_results_are_one_value_per_replica(strategy):
     assert [m.tolist() for m in mirrored] == [[1, 1], [1, 1]]
 
 
+def test_local_results_can_be_combined(strategy):
+    """With each other, with what the replicas share, and with arrays on a device; keys too. None leaves its device for that."""
+    parts = np.float32([[1, 2], [3, 5]])
+    local = strategy.experimental_local_results(per_replica(strategy, *parts))
+    shared = strategy.experimental_local_results(strategy.replicate(jnp.float32([10, 20])))
+    assert sum(local).tolist() == parts.sum(0).tolist()
+    assert (local[0] == local[1]).tolist() == (parts[0] == parts[1]).tolist()
+    assert jnp.stack(local).tolist() == keras.ops.stack(local).tolist() == parts.tolist()
+    assert jax.jit(jnp.dot)(local[1], shared[0]).tolist() == parts[1] @ [10, 20]
+    assert (local[1] + strategy.reduce("SUM", per_replica(strategy, *parts), axis=None)).tolist() == [7, 12]
+    assert (jax.device_put(1.0, jax.devices()[1]) + local[0]).device.id == 1
+    assert [x.device.id for x in (*local, *shared)] == [0, 1, 0, 1]
+    keys = strategy.experimental_local_results(strategy.run(lambda: jax.random.key(7)))
+    assert jax.random.key_data(jnp.stack(keys)).tolist() == [jax.random.key_data(jax.random.key(7)).tolist()] * 2
+
+
 def test_values_that_are_no_arrays(strategy):
     """One check for what is placed, gathered or reduced; a deleted array is named."""
     deleted = jnp.ones(2)

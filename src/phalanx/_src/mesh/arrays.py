@@ -171,6 +171,20 @@ def empty(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
     return array
 
 
+def uncommitted(value: PyTree) -> PyTree:
+    """Returns an array on one device as an array that JAX moves to wherever an operation needs it.
+
+    JAX refuses to combine arrays that are committed to different devices. The result stays on its device and shares the
+    memory of the array. Other values, among them arrays over several devices, are returned unchanged.
+    """
+    if isinstance(value, jax.core.Tracer) or not isinstance(value, jax.Array) or len(value.sharding.device_set) > 1:
+        return value
+    if jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(uncommitted(jax.random.key_data(value)), impl=jax.random.key_impl(value))
+    kind: Callable[..., jax.Array] = type(value)
+    return kind(value.aval, value.sharding, [value], committed=False)
+
+
 def address(array: np.ndarray) -> int:
     """Returns the memory address of the first byte of an array."""
     return int(array.__array_interface__["data"][0])

@@ -14,6 +14,7 @@ from jax.sharding import NamedSharding
 from numpy.typing import DTypeLike
 from typing_extensions import override
 
+from phalanx._src.mesh.arrays import uncommitted
 from phalanx._src.typed_jax import shape_dtype
 from phalanx.errors import ContextError, InvalidArgumentError
 from phalanx.typing import PyTree
@@ -179,7 +180,11 @@ class DistributedValues(_ActsAsArray):
 
     @property
     def values(self) -> tuple[Any, ...]:
-        """The components of this process's replicas, in replica order."""
+        """The components of this process's replicas, in replica order.
+
+        Each array is on the device of its replica, but not committed to it: an operation on several components copies them
+        to the device where it runs, which is JAX's default device unless another argument is committed.
+        """
         raise NotImplementedError
 
     @property
@@ -232,6 +237,10 @@ class PerReplica(DistributedValues):
     @property
     def values(self) -> tuple[Any, ...]:
         """The components of this process's replicas, without padded rows."""
+        return tuple(map(uncommitted, self._components))
+
+    @property
+    def _components(self) -> tuple[Any, ...]:
         if isinstance(self.data, tuple):
             return self.data
         if isinstance(self.data, jax.core.Tracer):
@@ -250,7 +259,7 @@ class PerReplica(DistributedValues):
                 'float(strategy.reduce("SUM", value, axis=None)), np.asarray(strategy.gather(value, axis=0)), or '
                 "strategy.experimental_local_results(value)",
             )
-        value: jax.Array = self.values[0]
+        value: jax.Array = self._components[0]
         return value
 
     @property
@@ -322,7 +331,7 @@ class Mirrored(DistributedValues):
     def values(self) -> tuple[Any, ...]:
         """The equal components of this process's replicas."""
         leaves, tree = flatten(self.value)
-        parts = [_copies(leaf) for leaf in leaves]
+        parts = [map(uncommitted, _copies(leaf)) for leaf in leaves]
         return tuple(tree.unflatten(p) for p in zip(*parts, strict=True)) if parts else (self.value,)
 
     def __jax_array__(self) -> jax.Array:

@@ -149,7 +149,8 @@ class AbstractResults(AbstractStrategy):
     def experimental_local_results(self, value: PyTree) -> tuple[Any, ...]:
         """Returns the components of the replicas of this process, in replica order.
 
-        Call it in cross-replica context or outside all scopes.
+        Call it in cross-replica context or outside all scopes. Each array is on the device of its replica, but not committed to
+        it, so that components can be combined: `sum(results)` and `jnp.stack(results)` copy them to JAX's default device.
 
         Args:
           value: a distributed value, a variable, or a pytree of them.
