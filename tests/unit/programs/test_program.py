@@ -250,6 +250,30 @@ def test_variables_from_outside_are_adopted(strategy):
     assert v.numpy() == 12
 
 
+@pytest.mark.parametrize("read", ["new variable", "used variable", "metric", "argument"])
+def test_counters_from_outside_can_be_counted_anywhere(strategy, read):
+    """In a function that runs nothing, whatever it reads of a strategy; alone before that, and by the replicas after it."""
+    count, v = keras.Variable(0, trainable=False, aggregation="only_first_replica"), variable(strategy, 3.0)
+    with strategy.scope():
+        metric = keras.metrics.Sum()
+    metric.update_state(3.0)
+    argument = strategy.replicate(3.0).value
+    if read == "used variable":
+        strategy.run(lambda: v.assign_add(0.0))
+    alone = phalanx.function(lambda: count.assign_add(1))
+
+    @phalanx.function
+    def step(argument):
+        count.assign_add(1)
+        return (argument if read == "argument" else metric.result() if read == "metric" else v.value) * count
+
+    alone(), alone()
+    assert [float(step(argument)), float(step(argument)), float(count + argument)] == [9, 12, 7]
+    strategy.run(lambda: count.assign_add(1))
+    alone()
+    assert int(count.numpy()) == 6
+
+
 def test_branching_on_what_tracing_changes(strategy):
     """A second trace, for a gradient that is none, that takes another way is refused."""
     with strategy.scope():

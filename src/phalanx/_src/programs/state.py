@@ -13,6 +13,7 @@ import jax
 
 from phalanx._src import compat
 from phalanx._src.compat import Variable, raw_value
+from phalanx._src.mesh.arrays import uncommitted
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.programs.slots import Shelf, Slot, parted, restored, slot_of
 from phalanx._src.programs.values import combine_on_demand
@@ -280,8 +281,9 @@ class _Variables:
                 continue  # The program says which variable has lost its value.
             if not slot.owned:
                 shelf.has_lent = True  # Until the program has stored its result, because it may fail.
-            # Unlike jnp.copy it compiles nothing.
-            taken[i] = jax.device_put(array, array.sharding, may_alias=False)
+            # Unlike jnp.copy it compiles nothing. But it commits the copy, and the program may read variables on other devices.
+            copy = jax.device_put(array, array.sharding, may_alias=False)
+            taken[i] = copy if array.committed else uncommitted(copy)
             self.copied.append(slot)
         return taken
 
