@@ -126,6 +126,7 @@ def test_verbs_span_all_processes(cluster_of, size):
             "total": [n * (n - 1) // 2] * devices,
             "gathered": [list(range(n))] * devices,
             "sum": n * (n - 1) // 2,
+            "closed over": (n * (n - 1) // 2, [*range(n)] * n),
             "count": n * (n - 1) // 2,
             "writes": (index == 0, index == 0),
             "task": ("worker", index),

@@ -167,12 +167,15 @@ def verbs(strategy: phalanx.Strategy) -> dict[str, Any]:
     with strategy.scope():
         count = keras.Variable(0, aggregation="sum", synchronization="on_read", trainable=False)
     strategy.run(lambda: count.assign_add(context().replica_id_in_sync_group))
+    merge = phalanx.function(lambda: (strategy.reduce("SUM", numbers, axis=None), strategy.gather(gathered, axis=0)))
+    merged = merge()
     return {
         "replicas": strategy.num_replicas_in_sync,
         "local": [int(x) for x in strategy.experimental_local_results(numbers)],
         "total": [int(x) for x in strategy.experimental_local_results(total)],
         "gathered": [x.tolist() for x in strategy.experimental_local_results(gathered)],
         "sum": int(strategy.reduce("SUM", numbers, axis=None)),
+        "closed over": (int(merged[0]), merged[1].tolist()),
         "count": int(count.value),
         "writes": (strategy.extended.should_checkpoint, strategy.extended.should_save_summary),
         "task": (strategy.cluster_resolver.task_type, strategy.cluster_resolver.task_id),

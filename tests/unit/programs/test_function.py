@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 import pytest
 from steps import variable
 
@@ -64,6 +65,26 @@ def test_decorated_method_has_a_program_per_object(strategy):
     assert [float(one.step(2.0)), float(two.step(2.0)), float(one.step(3.0))] == [4, 40, 6]
     assert (one.calls, two.calls) == (1, 1)
     assert Trainer.step.__doc__ == "Multiplies."
+
+
+def test_values_that_a_function_closes_over(strategy):
+    """They are reduced, gathered and given to replicas like arguments, also by a program that JAX compiles again."""
+    rows, short = np.float32([[1, 2], [3, 5]]), np.float32([4, 6, 8])
+    (value,) = strategy.experimental_distribute_dataset([rows])
+    (batch,) = strategy.experimental_distribute_dataset([short])
+
+    @phalanx.function
+    def step(x):
+        scaled = strategy.run(lambda v: v * x, args=(value,))
+        return strategy.gather(value, axis=1), strategy.reduce("SUM", scaled, axis=0), strategy.reduce("MEAN", batch, 0)
+
+    for precision in ("default", "highest"):
+        with jax.default_matmul_precision(precision):
+            found = jax.tree.map(np.asarray, step(2.0))
+        assert [x.tolist() for x in found] == [rows.reshape(1, 4).tolist(), (rows.sum(0) * 2).tolist(), short.mean()]
+    alone = phalanx.function(lambda: strategy.reduce("SUM", value, axis=None))
+    assert alone().tolist() == [rows.sum(0).tolist()]
+    assert "dense<[[" not in alone.lower().as_text()
 
 
 def test_several_runs_and_reduces_in_one_function(strategy):

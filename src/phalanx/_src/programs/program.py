@@ -89,6 +89,8 @@ class Program:
         self._topology, self._updates = self._strategy.topology, discovery.updates
         storage = self._strategy.storage if self._strategy.updates is Updates.AFTER_PROGRAM else self._topology
         self._homes = [] if self._topology.is_single else _homes(discovery, self._topology)
+        # Kept alive with the program, like any other object that its function closes over.
+        self._closed_over = discovery.closed_over()
         self._state = State(discovery.variables, discovery.written, self._topology, storage)
         self.settings = Settings(discovery.variables, discovery.optimizers)
         self._global_seeds = list(filter(compat.is_global_seed, discovery.seeds))
@@ -152,6 +154,7 @@ class Program:
             inputs = self._inputs(arguments)
             for batch in batches:
                 inputs += self._inputs(batch)
+            inputs += self._closed_over
             donated, read_only = self._state.take()
             self._called = _Traced(fn, arguments.streams)
             try:
@@ -198,7 +201,7 @@ class Program:
         """Returns the program before it is lowered. Only shapes enter it, so neither values nor devices need to exist."""
         with process_dispatching():
             self._called = _Traced(fn, arguments.streams)
-            inputs = [x for source in (arguments, *batches) for x in self._shapes(source)]
+            inputs = [x for source in (arguments, *batches) for x in self._shapes(source)] + self._closed_over
             try:
                 return self._compiled.trace(*self._state.shapes(), inputs)
             finally:
@@ -237,8 +240,14 @@ class Program:
     ) -> tuple[list[Any], list[Any], list[Any], list[Any], list[Record]]:
         """Maps state and inputs to new state, results, gradients of updates, and records. JAX compiles this function."""
         values, parts = self._merged(donated, read_only)
-        inputs, batches = inputs[: self._num_arrays], inputs[self._num_arrays :]
-        outputs = self._taken_trace(inputs).evaluate([*values, *batches], parts, inputs)
+        num_called = len(inputs) - len(self._closed_over)
+        inputs, batches, closed_over = (
+            inputs[: self._num_arrays],
+            inputs[self._num_arrays : num_called],
+            inputs[num_called:],
+        )
+        discovery = self._taken_trace(inputs).taking(closed_over)
+        outputs = discovery.evaluate([*values, *batches], parts, inputs)
         values = outputs.values
         if self._homes:
             values = [
@@ -456,7 +465,7 @@ def checks_numbers() -> bool:
 
 
 def _strategy_of(discovery: Discovery) -> AbstractStrategy:
-    """Returns the strategy whose `run` the program calls, or the current strategy if there is none."""
+    """Returns the strategy whose `run`, or else whose `reduce` or `gather` the program calls. Without any, the current strategy."""
     strategies = [s for s in discovery.strategies if s.topology.has_devices]
     if len(strategies) > 1:
         context.require_same(strategies[0], strategies[1], "Strategy.run")
@@ -465,7 +474,7 @@ def _strategy_of(discovery: Discovery) -> AbstractStrategy:
             "a program can run on the devices of one strategy only.",
             "write one phalanx.function per strategy",
         )
-    return strategies[0] if strategies else context.get_strategy()
+    return next((s for s in (*strategies, *discovery.reducing) if s.topology.has_devices), context.get_strategy())
 
 
 def _homes(discovery: Discovery, topology: Topology) -> list[NamedSharding]:

@@ -175,6 +175,7 @@ class _Run:
     def mapped(self, scope: LiftScope) -> PyTree:
         """Calls the function for all replicas, under `shard_map`."""
         topology = self._strategy.topology
+        scope.pass_.notes.used_per_replica.extend(self._sharded)
         discovery = scope.pass_.next_run(functools.partial(self._trace, is_eager=scope.pass_.is_eager))
         entries = [scope.entry(v) for v in discovery.variables]
         taken = [self._taken(scope, entry, written) for entry, written in zip(entries, discovery.written, strict=True)]

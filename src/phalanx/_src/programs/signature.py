@@ -102,7 +102,10 @@ def _communicates(discovery: Discovery, arguments: Arguments) -> bool:
         is_sharded or (isinstance(x, jax.Array) and not x.is_fully_replicated)
         for x, is_sharded in zip(arguments.arrays, arguments.sharded, strict=True)
     ]
-    parted = {id(v) for v, is_parted in zip(jaxpr.invars, first + rest, strict=True) if is_parted}
+    closed_over = set(map(id, discovery.closed_over()))
+    constants = [id(x) in closed_over for x in discovery.jaxpr.consts]
+    inputs = zip([*jaxpr.constvars, *jaxpr.invars], constants + first + rest, strict=True)
+    parted = {id(v) for v, is_parted in inputs if is_parted}
     for eqn in jaxpr.eqns:
         if any(map(_has_collective, jex.jaxprs_in_params(eqn.params))):
             return True

@@ -22,7 +22,7 @@ from phalanx._src.input.iterator import DistributedIterator, check_steps
 from phalanx._src.mesh.devices import Held, device_name
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.mesh.topology import Topology
-from phalanx._src.mesh.values import Mirrored, first_steps, is_distributed, map_leaves, stacked
+from phalanx._src.mesh.values import Mirrored, PerReplica, first_steps, flatten, is_distributed, map_leaves, stacked
 from phalanx._src.options import CommunicationOptions, ReduceOp, RunOptions
 from phalanx._src.programs.before_steps import hooks
 from phalanx._src.programs.profile import follow
@@ -39,6 +39,7 @@ from phalanx._src.tracing.policy import check_variable
 from phalanx._src.tracing.records import counting_from
 from phalanx._src.tracing.scope import innermost
 from phalanx._src.tracing.strategy import Update, Updates
+from phalanx._src.tracing.structure import add_once
 from phalanx._src.typed_jax import psum_scatter
 from phalanx.errors import ContextError, InvalidArgumentError, arguments, shown
 from phalanx.errors.frames import boundary, hide
@@ -386,7 +387,12 @@ class Strategy(AbstractInputs, AbstractResults):
         def on_all(argument: PyTree) -> PyTree:
             return self.on_all_workers(fn(argument))
 
-        if innermost() is not None:
+        scope = innermost()
+        if scope is not None:
+            add_once(self, scope.pass_.notes.reducing)
+            for x in flatten(value)[0]:
+                if isinstance(x, PerReplica):
+                    scope.pass_.notes.used_per_replica.extend([x.data] if x.rows is None else [x.data, x.rows.mask])
             return on_all(value)
         return context.call_in(self._cross_replica, self._programs.call, self._programs, on_all, (value,), {}, key=key)
 

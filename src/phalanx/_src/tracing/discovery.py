@@ -35,6 +35,8 @@ class Notes:
     Args:
       runs: one `Discovery` per `Strategy.run` inside the function.
       strategies: strategies whose `run` the function calls.
+      reducing: strategies whose `reduce` or `gather` the function calls.
+      used_per_replica: arrays of per-replica values that the function reduces, gathers or gives to replicas.
       optimizers: optimizers that the function applies.
       seeds: state variables of the random generators that the function draws from.
       lookups: per lookup, the table and the shape of the ids. The trace takes the positions of these ids among the rows that
@@ -44,6 +46,8 @@ class Notes:
 
     runs: list["Discovery"] = field(default_factory=list)
     strategies: list[AbstractStrategy] = field(default_factory=list)
+    reducing: list[AbstractStrategy] = field(default_factory=list)
+    used_per_replica: list[Any] = field(default_factory=list)
     optimizers: list[Any] = field(default_factory=list)
     seeds: list[Variable] = field(default_factory=list)
     lookups: list[tuple[Variable, tuple[int, ...]]] = field(default_factory=list)
@@ -122,6 +126,8 @@ class Discovery(Notes):
             has_callback=_has_callback(jaxpr.jaxpr),
             runs=notes.runs,
             strategies=notes.strategies,
+            reducing=notes.reducing,
+            used_per_replica=[x for x in notes.used_per_replica if not isinstance(x, jax.core.Tracer)],
             # The program around a `Strategy.run` must know the optimizers and generators inside, because it reads and writes
             # their variables.
             optimizers=[*notes.optimizers, *(o for r in notes.runs for o in r.optimizers)],
@@ -141,6 +147,22 @@ class Discovery(Notes):
           *args: arguments of the function.
         """
         return [(parts if is_component else values)[i] for i, is_component in self.inputs] + jax.tree.leaves(args)
+
+    def closed_over(self) -> list[jax.Array]:
+        """Returns arrays that are sharded over devices and constants of the trace. JAX cannot compile these into a program."""
+        return [self.jaxpr.consts[i] for i in self._places()]
+
+    def taking(self, inputs: Sequence[Any]) -> "Discovery":
+        """Returns this trace with inputs of a program instead of the arrays of `closed_over`."""
+        consts = list(self.jaxpr.consts)
+        for i, array in zip(self._places(), inputs, strict=True):
+            consts[i] = array
+        return replace(self, jaxpr=jex.ClosedJaxpr(self.jaxpr.jaxpr, consts)) if inputs else self
+
+    def _places(self) -> list[int]:
+        # Not any sharded constant: Keras reads variables that a step does not use, and the program may consume their components.
+        ids = {id(x) for x in self.used_per_replica if isinstance(x, jax.Array) and not x.is_fully_replicated}
+        return [i for i, x in enumerate(self.jaxpr.consts) if id(x) in ids] if ids else []
 
     def evaluate(self, values: Sequence[Any], parts: Sequence[Any], *args: PyTree) -> PyTree:
         """Runs the trace and returns the result of the function. The parameters are as for `flat`."""
