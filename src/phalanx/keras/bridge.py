@@ -116,10 +116,12 @@ class _Models:
           ContextError: the model belongs to no strategy, and Keras's own trainer cannot run its custom step.
         """
         adopted, current = self._adopted.get(model), get_strategy()
-        if adopted is None and current.topology.has_devices:
-            adopted = self._adopt(model, current)
-        if adopted is None and isinstance(data, DistributedDataset):
-            adopted = self._adopt(model, _strategy_of(data, method))
+        # The default strategy places nothing, so another strategy may take over its models.
+        if adopted is None or not adopted.strategy.topology.has_devices:
+            if current.topology.has_devices:
+                adopted = self._adopt(model, current)
+            elif isinstance(data, DistributedDataset):
+                adopted = self._adopt(model, _strategy_of(data, method))
         if adopted is None:
             _require_steps_of_keras(model, method)
             if method == "fit":
@@ -137,7 +139,8 @@ class _Models:
         adopted = self._adopted.get(model)
         if adopted is None:
             adopted = self._adopted[model] = _Adopted(strategy)
-        adopted.strategy = strategy
+        elif adopted.strategy is not strategy:
+            adopted.strategy, adopted.trainer = strategy, None
         return adopted
 
 

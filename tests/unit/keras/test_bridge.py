@@ -191,6 +191,23 @@ def test_distributed_dataset_brings_its_strategy(strategy):
         alone(compiled()).fit(dataset, verbose=0)
 
 
+def test_datasets_of_the_default_strategy(strategy):
+    """`strategy = get_strategy()` runs the same program on one device as Keras alone. Another strategy may take the model over."""
+    default, (ours, theirs) = phalanx.get_strategy(), (alone(compiled()), alone(compiled()))
+    dataset = default.experimental_distribute_dataset((X, Y), batch_size=16)
+    same(
+        ours.fit(dataset, verbose=0, validation_data=dataset).history,
+        theirs.fit(X, Y, **FIT, validation_data=(X, Y)).history,
+    )
+    same(ours.evaluate(dataset, verbose=0), theirs.evaluate(X, Y, verbose=0))
+    same(
+        ours.predict(default.experimental_distribute_dataset(X, batch_size=16), verbose=0), theirs.predict(X, verbose=0)
+    )
+    dataset = strategy.experimental_distribute_dataset((X, Y), batch_size=16)
+    same(ours.fit(dataset, verbose=0).history, theirs.fit(X, Y, **FIT).history)
+    assert ours.weights[0].value.sharding.device_set == set(strategy.topology.devices)
+
+
 def test_two_threads_that_fit_one_model(strategy):
     """The second one is refused, the first one ends; then it may."""
     model, has_begun, may_end = under(strategy, compiled()), threading.Event(), threading.Event()
