@@ -25,7 +25,7 @@ def of_functions():
             takes={
                 "input_signature": {"None", "empty list", "empty tuple"},
                 "autograph": {"True"},
-                "jit_compile": {"None", "True"},
+                "jit_compile": {"None", "True", "False"},
                 "reduce_retracing": {"True"},
             },
             functions=("fn",),

@@ -14,7 +14,8 @@ SPEC = jax.ShapeDtypeStruct
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"jit_compile": True}, {"autograph": False}, {"reduce_retracing": True}, {"jit_compile": None}]
+    "options",
+    [{}, *({"jit_compile": value} for value in (True, False, None)), {"autograph": False}, {"reduce_retracing": True}],
 )
 def test_options_without_a_meaning(options):
     """What tf.function has and every phalanx.function is. A function needs no strategy, as a decorator or called."""
@@ -31,7 +32,7 @@ def test_options_without_a_meaning(options):
 @pytest.mark.parametrize(
     ("options", "hint"),
     [
-        ({"jit_compile": False}, "leave jit_compile out. To debug a step, strategy.run"),
+        ({"jit_compile": 0}, "leave jit_compile out"),
         ({"experimental_relax_shapes": True}, "leave experimental_relax_shapes out"),
         ({"experimental_implements": "a"}, "leave experimental_implements out"),
         ({"autograph": 3}, "leave autograph out"),

@@ -98,7 +98,7 @@ def function(
       input_signature: one `jax.ShapeDtypeStruct` or `tf.TensorSpec` per argument, or a pytree of them. Other arguments are
         refused.
       autograph: accepted and ignored, because Python's `if` and `for` are never converted.
-      jit_compile: None or True, because every function is compiled.
+      jit_compile: accepted and ignored, because every function is compiled.
       reduce_retracing: accepted and ignored, because numbers are inputs in any case, and shapes select the program.
       **others: other options of tf.function, which are refused.
 
@@ -127,14 +127,9 @@ def function(
             "the options are input_signature, autograph, jit_compile and reduce_retracing.",
             f"leave {name} out",
         )
-    if jit_compile is not None and jit_compile is not True:
-        raise InvalidArgumentError(
-            f"phalanx.function(jit_compile={shown(jit_compile)})",
-            "XLA compiles every function.",
-            "leave jit_compile out. To debug a step, strategy.run(step, options=phalanx.RunOptions(eager=True))",
-        )
-    for name, value in (("autograph", autograph), ("reduce_retracing", reduce_retracing)):
-        if not isinstance(value, bool):
+    ignored = {"autograph": autograph, "jit_compile": jit_compile, "reduce_retracing": reduce_retracing}
+    for name, value in ignored.items():
+        if not isinstance(value, bool) and not (name == "jit_compile" and value is None):
             raise InvalidArgumentError(
                 f"phalanx.function({name}={shown(value)})", "must be a bool.", f"leave {name} out"
             )
