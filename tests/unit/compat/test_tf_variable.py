@@ -35,6 +35,28 @@ def test_arguments_of_tf_variable(strategy):
     assert v.numpy().tolist() == [3.0, 4.0]
 
 
+@pytest.mark.parametrize("where", ["outside", "function", "replicas"])
+def test_arguments_of_assignments(strategy, where):
+    """Those of tf.Variable, by name or in order. Without `read_value`, nothing is returned."""
+    with strategy.scope():
+        v = phalanx.Variable(1.0, aggregation="mean")
+
+    def step():
+        reads = v.assign(2.0, False, "first"), v.assign_add(3.0, use_locking=True, name="second"), v.assign_sub(1.0)
+        silent = (
+            v.assign(v + 4.0, read_value=False),
+            v.assign_add(5.0, read_value=False),
+            v.assign_sub(6.0, False, None, False),
+        )
+        return jnp.stack(reads), silent
+
+    run = {"outside": lambda fn: fn(), "function": lambda fn: phalanx.function(fn)(), "replicas": strategy.run}[where]
+    reads, silent = run(step)
+    assert strategy.reduce("MEAN", reads, axis=None).tolist() == [2, 5, 4]
+    assert silent == (None, None, None)
+    assert float(v) == 7
+
+
 def test_names_of_other_enums():
     """Strings in either case of letters, and TensorFlow's members, which have the same names."""
     other = enum.Enum("VariableAggregation", ["NONE", "SUM", "MEAN"])

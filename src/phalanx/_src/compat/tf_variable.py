@@ -10,7 +10,9 @@ import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
+from jax.typing import ArrayLike
 
+from phalanx._src.compat.hooks import extend
 from phalanx._src.mesh.arrays import require_fits
 from phalanx._src.options import VariableAggregation, VariableSynchronization
 from phalanx.errors import InvalidArgumentError, VariableError, arguments, shown
@@ -177,3 +179,20 @@ def _require_no_arguments(argument: str, fn: Callable[..., Any]) -> None:
         ) from e
     except ValueError:  # Some functions that are written in C have no signature.
         return
+
+
+def _assign(
+    original: Callable[..., jax.Array],
+    self: keras.Variable,
+    value: ArrayLike,
+    use_locking: bool = False,
+    name: str | None = None,
+    read_value: bool = True,
+) -> jax.Array | None:
+    """Takes the arguments of `tf.Variable`. An assignment needs neither a lock nor a name."""
+    result = original(self, value)
+    return result if read_value else None
+
+
+for _method in ("assign", "assign_add", "assign_sub"):
+    extend(keras.Variable, _method)(_assign)
