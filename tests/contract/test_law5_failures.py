@@ -12,7 +12,7 @@ from keras import layers
 from strategy_table import on
 
 import phalanx
-from phalanx.errors import InputError, InvalidArgumentError, NestedWriteError, PhalanxError, TraceError
+from phalanx.errors import CallError, InputError, InvalidArgumentError, NestedWriteError, PhalanxError, TraceError
 
 BATCH = np.random.default_rng(5).normal(size=(8, 4)).astype("float32")
 
@@ -250,9 +250,9 @@ WRONG = {
         "must be a list or a tuple",
         lambda t: t.strategy.run(t.step, BATCH),
     ),
-    "too many arguments": (InvalidArgumentError, "positional argument", lambda t: t.strategy.run(t.step, (BATCH, 1))),
+    "too many arguments": (TypeError, "positional argument", lambda t: t.strategy.run(t.step, (BATCH, 1))),
     "an unknown keyword": (
-        InvalidArgumentError,
+        CallError,
         "unexpected keyword",
         lambda t: t.strategy.run(t.step, (BATCH,), {"x": 1}),
     ),

@@ -13,7 +13,7 @@ CLASSES = [c for _, c in inspect.getmembers(errors, inspect.isclass) if issubcla
 BUILTINS = {
     ValueError: """InvalidArgumentError DeviceError ReduceOpError InputError VariableError AggregationError NestedWriteError
         ClusterError""",
-    TypeError: "CardinalityError ClusterTypeError",
+    TypeError: "CallError CardinalityError ClusterTypeError",
     RuntimeError: """ContextError MixedStrategyError StartupError TapeError TraceError StateLostError PeerLostError
         WorkerLostError CancelledError ServerLostError CheckpointError NanLossDuringTrainingError SummaryError
         ClusterSourceError""",

@@ -5,6 +5,7 @@
     ├── InvalidArgumentError (ValueError)     an argument that is invalid in every context
     │   ├── DeviceError                       a device that is unknown, absent or listed twice
     │   ├── ReduceOpError                     an operation, dim or dtype that cannot be reduced
+    │   ├── CallError (TypeError)             a function that cannot be called with the arguments that it gets
     │   └── InputError                        data that cannot be split into per-replica batches
     │       └── CardinalityError (TypeError)  the length of a dataset whose length is unknown
     ├── ClusterError (ValueError)             an invalid cluster description
@@ -45,6 +46,7 @@ from phalanx.errors.frames import user_place
 
 __all__ = [
     "AggregationError",
+    "CallError",
     "CancelledError",
     "CardinalityError",
     "CheckpointError",
@@ -134,6 +136,10 @@ class DeviceError(InvalidArgumentError):
 
 class ReduceOpError(InvalidArgumentError):
     """An operation, dim or dtype cannot be reduced."""
+
+
+class CallError(InvalidArgumentError, TypeError):
+    """A function cannot be called with the arguments that it gets."""
 
 
 class InputError(InvalidArgumentError):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import phalanx
-from phalanx.errors import InvalidArgumentError
+from phalanx.errors import CallError, InvalidArgumentError
 
 SPEC = jax.ShapeDtypeStruct
 
@@ -37,7 +37,7 @@ def test_arguments_are_checked(signature, good, bad, found):
     assert jax.tree.structure(step(good)) == jax.tree.structure(step(x=good))
     with pytest.raises(InvalidArgumentError, match=rf"<lambda>\(x=\.\.\.\): {found}.*\nHINT: pass an argument of that"):
         step(bad)
-    with pytest.raises(InvalidArgumentError, match="too many positional arguments"):
+    with pytest.raises(CallError, match="too many positional arguments"):
         step(good, good)
 
 

@@ -15,7 +15,7 @@ from jax.typing import ArrayLike
 from phalanx._src.compat.hooks import extend
 from phalanx._src.mesh.arrays import require_fits
 from phalanx._src.options import VariableAggregation, VariableSynchronization
-from phalanx.errors import InvalidArgumentError, VariableError, arguments, shown
+from phalanx.errors import CallError, InvalidArgumentError, VariableError, arguments, shown
 
 E = TypeVar("E", VariableAggregation, VariableSynchronization)
 
@@ -174,7 +174,7 @@ def _require_no_arguments(argument: str, fn: Callable[..., Any]) -> None:
     try:
         inspect.signature(fn).bind()
     except TypeError as e:
-        raise InvalidArgumentError(
+        raise CallError(
             argument, f"it must be callable without arguments: {e}.", "phalanx.Variable(lambda: jnp.zeros((2, 3)))"
         ) from e
     except ValueError:  # Some functions that are written in C have no signature.

@@ -15,7 +15,7 @@ from phalanx._src import compat
 from phalanx._src.mesh.values import AS_ARRAY
 from phalanx._src.tracing.discovery import DiscoveryMismatch
 from phalanx._src.tracing.policy import describe
-from phalanx.errors import ContextError, InvalidArgumentError, PhalanxError, TraceError, frames
+from phalanx.errors import CallError, ContextError, PhalanxError, TraceError, frames
 from phalanx.typing import PyTree
 
 _TF_COUNTERPARTS = {
@@ -184,7 +184,7 @@ def call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) ->
     """Calls the function that was passed to `Strategy.run`.
 
     Raises:
-      InvalidArgumentError: the function does not take these arguments.
+      CallError: the function does not take these arguments.
       ContextError: the function closes over a PerReplica.
     """
     try:
@@ -201,7 +201,7 @@ def call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) ->
         if "argument" not in str(e) or not frames.is_raised_by_phalanx(e):
             raise
         name = getattr(fn, "__name__", repr(fn))
-        raise InvalidArgumentError(
+        raise CallError(
             f"strategy.run({name}, args=...) with {len(args)} positional argument{'s' * (len(args) != 1)}",
             f"{e}. Each element of args is one argument, and a batch may be a tuple or a list itself.",
             f"strategy.run({name}, args={_arguments_of(fn, args)})",

@@ -11,7 +11,7 @@ import numpy as np
 
 from phalanx._src.mesh.arrays import as_array, is_array
 from phalanx._src.mesh.values import flatten, is_distributed, spec_of
-from phalanx.errors import InvalidArgumentError, shown
+from phalanx.errors import CallError, InvalidArgumentError, shown
 from phalanx.typing import PyTree
 
 _RANKS = {"b": 0, "i": 1, "u": 1, "f": 2, "c": 3}
@@ -53,12 +53,13 @@ class Signature:
         """Returns the positional arguments of a call, with Python numbers as arrays of the dtypes of their specs.
 
         Raises:
+          CallError: the function does not take these arguments.
           InvalidArgumentError: an argument does not match its spec.
         """
         try:
             bound = self._parameters.bind(*args, **kwargs)
         except TypeError as e:
-            raise InvalidArgumentError(
+            raise CallError(
                 f"{self._name}(...)", f"{e}.", f"call {self._name} with the arguments in its input_signature"
             ) from None
         bound.apply_defaults()

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, final
 
 from phalanx._src.tracing.scope import innermost
-from phalanx.errors import ContextError, InvalidArgumentError, shown
+from phalanx.errors import CallError, ContextError, InvalidArgumentError, shown
 from phalanx.typing import PyTree
 
 
@@ -97,7 +97,8 @@ def check_maker(name: str, fn: Callable[[], Any]) -> None:
     """Checks that workers can call `fn` without arguments.
 
     Raises:
-      InvalidArgumentError: `fn` is not callable, or needs arguments.
+      InvalidArgumentError: `fn` is not callable.
+      CallError: `fn` needs arguments.
     """
     check_function(name, fn)
     try:
@@ -107,7 +108,7 @@ def check_maker(name: str, fn: Callable[[], Any]) -> None:
     try:
         signature.bind()
     except TypeError as e:
-        raise InvalidArgumentError(
+        raise CallError(
             f"{name}={shown(fn)}",
             f"workers call it without arguments: {e}.",
             f"{name}=lambda: strategy.distribute_datasets_from_function(fn), for a function of an InputContext",
