@@ -13,7 +13,7 @@ import numpy as np
 from phalanx._src import compat
 from phalanx._src.input.distributed import DistributedDataset
 from phalanx._src.input.iterator import DistributedIterator
-from phalanx._src.input.sources.base import UNKNOWN, AbstractRows, Facts, State
+from phalanx._src.input.sources.base import INFINITE, UNKNOWN, AbstractRows, Facts, State
 from phalanx._src.input.sources.batches import BatchStream
 from phalanx._src.input.sources.functions import InputContext
 from phalanx._src.options import InputOptions
@@ -81,6 +81,9 @@ class EpochData:
       group: number of batches per execution, as in `compile(steps_per_execution=...)`.
       is_stacked: whether the batches of a group are stacked, for one program that runs them all.
       **data: further arguments of Keras's data adapters, such as `y` and `batch_size`.
+
+    Raises:
+      InputError: the data is known to be endless, and `steps` is None.
     """
 
     def __init__(
@@ -103,6 +106,13 @@ class EpochData:
         self._restored: State | None = None
         batched = _batched(strategy, x, data)
         self._dataset = self._of_keras(strategy, x, steps, data) if batched is None else batched
+        is_endless = isinstance(x, keras.utils.PyDataset) and x.num_batches is None
+        if steps is None and (is_endless or self._dataset.cardinality == INFINITE):
+            raise InputError(
+                "fit, evaluate or predict on endless data, without a number of steps",
+                "the first epoch would never end.",
+                "fit(dataset, steps_per_epoch=100); steps=100 in evaluate and predict",
+            )
         self._is_checked = False
 
     def _of_keras(self, strategy: Strategy, x: PyTree, steps: int | None, data: dict[str, Any]) -> DistributedDataset:

@@ -57,16 +57,32 @@ def test_no_program_anew_for_each_epoch(strategy):
     same_state(ours, theirs)
 
 
+class Endless(keras.utils.PyDataset):
+    num_batches = None
+
+    def __getitem__(self, index):
+        time.sleep(0.002)
+        return np.ones((4, 5), "float32"), np.ones((4, 1), "float32")
+
+
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+@pytest.mark.parametrize("is_distributed", [False, True])
+def test_endless_data_needs_a_number_of_steps(strategy, method, is_distributed):
+    """As in tf.keras, which raises a ValueError too. A model takes the data if it is told how much of it."""
+    model, options = (
+        under(strategy, compiled(loss="mse")),
+        {"verbose": 0} | ({"shuffle": False} if method == "fit" else {}),
+    )
+    data = strategy.experimental_distribute_dataset(Endless()) if is_distributed else Endless()
+    with pytest.raises(
+        InputError, match=r"endless data, without a number of steps.*\nHINT: fit\(dataset, steps_per_epoch="
+    ):
+        getattr(model, method)(data, **options)
+    getattr(model, method)(data, **options, **{"steps_per_epoch" if method == "fit" else "steps": 2})
+
+
 def test_epochs_of_an_endless_dataset(strategy):
     """Between two epochs Keras's threads rest, and nothing is read ahead from them."""
-
-    class Endless(keras.utils.PyDataset):
-        num_batches = None
-
-        def __getitem__(self, index):
-            time.sleep(0.002)
-            return np.ones((4, 3), "float32"), np.ones((4, 1), "float32")
-
     data = EpochData(strategy, Endless(workers=2, max_queue_size=2), steps=2, group=1, shuffle=False)
     assert [sum(len(parts) for _, parts in data.epoch()) for _ in range(20)] == [2] * 20
 
