@@ -61,6 +61,18 @@ def test_blocks_of_a_cube_match_hand_written(shape, replicas, wanted):
     assert assignment.core_assignment.tolist() == [[list(map(int, core)) for core in block] for block in wanted]
 
 
+def test_four_coordinates_on_a_mesh_of_fewer_dims():
+    """As TensorFlow code for TPUs has them. Those that the mesh has not must be zero."""
+    assignment = DeviceAssignment(CUBE, [[[0, 1, 0, 0], [0, 1, 1, 0]], [[1, 0, 0, 0], [1, 0, 1, 0]]])
+    assert assignment.core_assignment.tolist() == [[[0, 1, 0], [0, 1, 1]], [[1, 0, 0], [1, 0, 1]]]
+    for topology in (CUBE, topology_of(2, 1, 1, 2), topology_of(8)):
+        single = DeviceAssignment(topology, DeviceAssignment.SINGLE_CORE)
+        assert single.core_assignment.tolist() == DeviceAssignment.build(topology).core_assignment.tolist()
+        assert topology.tpu_device_name_at_coordinates([0, 0, 0, 0, 0]) == single.tpu_device()
+    with pytest.raises(InvalidArgumentError, match=r"core_assignment of shape \(1, 1, 4\): must be integers of shape"):
+        DeviceAssignment(CUBE, [[[0, 0, 0, 1]]])
+
+
 def test_strided_blocks_fill_the_gaps():
     assignment = DeviceAssignment.build(topology_of(8), [2], [2], num_replicas=4)
     assert assignment.core_assignment[..., 0].tolist() == [[0, 2], [1, 3], [4, 6], [5, 7]]

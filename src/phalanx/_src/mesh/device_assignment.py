@@ -7,7 +7,7 @@ import math
 import operator
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Any, final
+from typing import Any, ClassVar, final
 
 import numpy as np
 
@@ -141,6 +141,8 @@ class TPUTopology:
             raise InvalidArgumentError(
                 f"device_coordinates={shown(coordinates)}", "must be integers, one per dim.", "(0, 0, 0, 0)"
             ) from None
+        if not any(at[self.mesh_rank :]):
+            at = at[: self.mesh_rank]
         place = self._place.get(at)
         if place is None:
             raise InvalidArgumentError(
@@ -161,7 +163,10 @@ class DeviceAssignment:
     Args:
       topology: the coordinates of all cores.
       core_assignment: int array (replicas, cores_per_replica, dims). The coordinates of the logical devices of each
-        replica.
+        replica. A TPU has four dims; a virtual mesh with fewer dims ignores further coordinates that are zero.
+
+    Attributes:
+      SINGLE_CORE: the `core_assignment` of one replica on the first core.
 
     Raises:
       InvalidArgumentError: `topology` is not a topology, a core does not exist, or a core is assigned twice.
@@ -174,6 +179,8 @@ class DeviceAssignment:
       >>> assignment.coordinates(replica=1, logical_core=0)
       (1, 0)
     """
+
+    SINGLE_CORE: ClassVar = (((0, 0, 0, 0),),)
 
     def __init__(self, topology: TPUTopology, core_assignment: np.ndarray | Sequence[Any]) -> None:
         _require_topology(topology)
@@ -373,6 +380,8 @@ def _coordinates(name: str, values: object, mesh: tuple[int, ...]) -> np.ndarray
         array = np.asarray(values if values is not None else [])
     except Exception:
         array = np.array([])
+    if array.ndim == 3 and array.dtype.kind in "iu" and not array[:, :, len(mesh) :].any():
+        array = array[:, :, : len(mesh)]
     if array.ndim != 3 or not array.size or array.shape[2] != len(mesh) or array.dtype.kind not in "iu":
         raise InvalidArgumentError(
             f"{name} of shape {array.shape}",
