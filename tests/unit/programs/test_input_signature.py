@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 import pytest
 
@@ -52,6 +53,23 @@ def test_numbers_get_the_dtype_of_the_signature():
 
     assert [float(step(x)) for x in (1, 2.0, np.float32(3))] == [0.5, 1, 1.5]
     assert calls == ["float32"]
+
+
+def test_variables_are_passed_as_their_values(strategy):
+    """Of any strategy or of none, in a nest too; the next call takes the next value, or an array."""
+
+    @phalanx.function(input_signature=[[SPEC((2,), "float32")] * 2])
+    def step(pair):
+        return pair[0] * pair[1]
+
+    with strategy.scope():
+        v = keras.Variable([2.0, 3.0], aggregation="mean")
+    w = keras.Variable([4.0, 5.0])
+    assert step([v, w]).tolist() == [8, 15]
+    v.assign([3.0, 4.0])
+    assert [step([v, v]).tolist(), step([w, np.ones(2, "f")]).tolist()] == [[9, 16], [4, 5]]
+    with pytest.raises(InvalidArgumentError, match=r"it is float32\[2\], but input_signature has int32\[2\]"):
+        phalanx.function(step, input_signature=[SPEC((2,), "int32")])(v)
 
 
 def test_the_spec_of_a_dataset(strategy):

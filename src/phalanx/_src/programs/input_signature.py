@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 
 from phalanx._src.mesh.arrays import as_array, is_array
@@ -50,7 +51,7 @@ class Signature:
             )
 
     def bind(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """Returns the positional arguments of a call, with Python numbers as arrays of the dtypes of their specs.
+        """Returns the positional arguments of a call: numbers as arrays of the dtypes of their specs, variables as their values.
 
         Raises:
           CallError: the function does not take these arguments.
@@ -82,6 +83,8 @@ class Signature:
         shape = _dims(spec.shape)
         if isinstance(value, (bool, int, float, complex)):
             value = _number(value, dtype)
+        if isinstance(value, keras.Variable):
+            value = value.value
         array = value if is_distributed(value) else as_array(value)
         if not (is_distributed(array) or is_array(array)):
             raise self._refusal(number, f"it is {shown(value)}, but input_signature has an array")
