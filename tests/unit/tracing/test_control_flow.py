@@ -161,6 +161,29 @@ def test_policies_hold_in_bodies(strategy, aggregation, wanted):
     assert float(v.value) == wanted
 
 
+@everywhere
+@pytest.mark.parametrize("skips", [False, True])
+def test_bodies_may_return_variables(call, skips):
+    """They are the values that the variables have at the end of the body. `apply_gradients` returns one."""
+    v, optimizer = keras.Variable(1.0), keras.optimizers.SGD(0.5)
+    optimizer.build([v])
+
+    def step():
+        updates = phalanx.cond(
+            jnp.bool_(skips), lambda: optimizer.iterations, lambda: optimizer.apply_gradients([(jnp.ones(()), v)])
+        )
+        (_, total), vs = phalanx.scan(
+            lambda c, x: ((v.assign_add(x), c[1] + v), v), (v.value, 0.0), jnp.float32([1, 2])
+        )
+        state = phalanx.while_loop(lambda s: s < 9.0, lambda s: (v.assign(s * 2.0), v)[1], v.value)
+        return updates, total, vs, state, phalanx.remat(lambda x: {"v": v, "x": x})(v.value)
+
+    start = 1.0 if skips else 0.5
+    updates, total, vs, state, results = call(step)
+    assert (int(updates), float(total), vs.tolist()) == (0 if skips else 1, 2 * start + 4, [start + 1, start + 3])
+    assert float(state) == float(results["v"]) == float(results["x"]) == float(v) == 4 * (start + 3)
+
+
 def test_branch_of_one_replica(strategy):
     """Replicas may take different branches; what diverged is combined when the program ends."""
     with strategy.scope():

@@ -187,7 +187,7 @@ class _Surroundings:
         """
         variables = [e.variable for e in self._written_entries]
         with self.body({id(v): x for v, x in zip(variables, values, strict=True)}) as scope:
-            result = fn(*args)
+            result = _read_variables(fn(*args))
             return result, [scope.get_current_value(v) for v in variables]
 
     def lift(self, fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -211,6 +211,11 @@ class _Surroundings:
                 self._scope.commit(entry)
             else:
                 entry.variable.assign(value)
+
+
+def _read_variables(result: PyTree) -> PyTree:
+    """Returns the result of a body with variables as their values there. `apply_gradients` returns one."""
+    return jax.tree.map(lambda x: x.value if isinstance(x, Variable) else x, result)
 
 
 def scan(  # noqa: PLR0917  (jax.lax.scan's own order)
@@ -419,7 +424,7 @@ def remat(fn: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         # Unlike a loop, `jax.checkpoint` needs no state of equal structure before and after, so one trace is enough.
         def pure(*args: PyTree, **kwargs: PyTree) -> tuple[Any, list[Any], list[Record] | None]:
             with outer.body(is_once=True) as scope:
-                result = fn(*args, **kwargs)
+                result = _read_variables(fn(*args, **kwargs))
             return result, outer.written_values(scope), scope.records
 
         result, values, records = jax.checkpoint(pure, **options)(*args, **kwargs)
