@@ -255,10 +255,9 @@ def _noted(batches: Iterable[Any], noted: list[list[list[int]]]) -> Iterator[Any
 
 def _real_rows(value: phalanx.PerReplica) -> list[list[int]]:
     """Returns what this worker's devices hold, by JAX alone."""
-    if value.rows is None:
-        return [np.asarray(shard.data)[0].tolist() for shard in _shards(value.data)]
-    parts = zip(_shards(value.data), _shards(value.rows.mask), strict=True)
-    return [np.asarray(data.data)[np.asarray(mask.data)].tolist() for data, mask in parts]
+    counts = value.rows.counts if value.rows else [value.data.shape[1]] * len(value.data)
+    shards = _shards(value.data)
+    return [np.asarray(shard.data)[0, : counts[shard.index[0].start or 0]].tolist() for shard in shards]
 
 
 def _shards(array: jax.Array) -> list[Any]:

@@ -586,6 +586,23 @@ def test_function_of_a_metric():
     assert not compat.rows._is_number(keras.metrics.Mean(), {"values": jnp.zeros(4)})
 
 
+def test_losses_are_reduced_by_one_function():
+    """With the mask that a loss makes, and in the order of arguments that is wrapped."""
+    values, mask = jnp.float32([1, 2, 6]), jnp.bool_([1, 0, 1])
+    assert float(compat.rows.loss.reduce_weighted_values(values, None, mask, "sum_over_batch_size", None)) == 3.5
+    assert float(compat.rows.loss.reduce_weighted_values(values, 2 * values, mask, "sum", None)) == 74
+    wrapper = compat.rows.LossFunctionWrapper(lambda y, p: p - y)
+    assert wrapper.fn(1, 3) == 2
+    assert float(wrapper(jnp.zeros((2, 1)), jnp.ones((2, 1)))) == 1
+
+
+def test_one_array_of_targets_for_several_outputs():
+    """Keras takes it for a list of targets if it has as many rows as there are outputs."""
+    y, p = jnp.zeros((2, 1)), [jnp.ones((2, 1)), jnp.ones((2, 3))]
+    losses = compat.rows.CompileLoss(["mse", None])
+    assert float(losses(y, p)) == 1
+
+
 def test_padding_of_transposed_convolutions():
     """Keras computes it for JAX from the shapes and options of a layer."""
     assert compat.transposed_padding((1, 4, 4, 2), (3, 3, 5, 2), 2, "same", None, 1) == [(2, 1), (2, 1)]

@@ -10,7 +10,7 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -73,9 +73,9 @@ def place_of(error: BaseException) -> Place | None:
     return Place(_filename(entries[-1]), entries[-1].tb_lineno, _columns(entries[-1])) if entries else None
 
 
-def place_in(traceback: Any) -> Place | None:
+def place_in(traceback: object) -> Place | None:
     """Returns the innermost line of user code in a traceback of JAX, which has `frames`, or None."""
-    frames = () if traceback is None else traceback.frames
+    frames = getattr(traceback, "frames", ())
     return next((Place(f.file_name, f.line_num) for f in frames if is_of_user(f.file_name)), None)
 
 

@@ -12,7 +12,7 @@ from phalanx._src.input.placement import Placement
 from phalanx._src.input.sources.adapt import source_of
 from phalanx._src.input.sources.base import Facts, Piece
 from phalanx._src.mesh.topology import Topology
-from phalanx._src.mesh.values import Rows
+from phalanx._src.mesh.values import ComponentSizes
 from phalanx._src.options import AutoShardPolicy
 from phalanx.errors import InvalidArgumentError
 from phalanx.experimental import ValueContext
@@ -55,7 +55,7 @@ def test_nests_keep_their_structure(strategy):
         jax.tree.structure(jax.tree.map(lambda v: 0, batch))
     )
     assert [got["x"][0].dtype, got["x"][1][0].data.dtype, got["y"].dtype] == ["float16", "int32", "bool"]
-    assert got["x"][0].rows == got["x"][1][0].rows == got["y"].rows == Rows(((2,), (1,)))
+    assert got["x"][0].rows == got["x"][1][0].rows == got["y"].rows == ComponentSizes(((2,), (1,)))
 
 
 def test_zero_rows_keep_shape_and_dtype(strategy):
@@ -70,7 +70,7 @@ def test_stacks_end_before_a_short_batch(strategy):
     """All steps of a stack have equal numbers of rows."""
     stacks = list(strategy.experimental_distribute_dataset(np.arange(23), batch_size=4).batches(steps=2))
     assert [x.data.shape for x in stacks] == [(2, 2, 2)] * 2 + [(2, 1, 2)] * 2
-    assert [x.rows for x in stacks] == [None, None, None, Rows(((1, 2), (1, 1)))]
+    assert [x.rows for x in stacks] == [None, None, None, ComponentSizes(((1, 2), (1, 1)))]
     assert [x.tolist() for x in stacks[-1].values] == [[[20, 21]], [[22]]]
 
 
@@ -150,7 +150,7 @@ def test_rows_that_workers_have_agreed_on(steps):
     for counts in ((4, 4), (4, 0), (4, 2)):
         batch = placement.place([step._replace(rows=sum(counts), counts=counts)] * steps, None if steps == 1 else steps)
         sizes = [(count,) if steps == 1 else (steps, count) for count in counts]
-        assert batch.rows == (None if counts == (4, 4) else Rows(tuple(sizes)))
+        assert batch.rows == (None if counts == (4, 4) else ComponentSizes(tuple(sizes)))
 
 
 @pytest.mark.parametrize(("shape", "n", "b"), [((2, 1), 1, 4), ((2, 2), 6, 2), ((4, 1), 5, 3), ((3, 2), 13, 12)])

@@ -10,7 +10,7 @@ import pytest
 
 import phalanx
 from phalanx import Mirrored, PerReplica
-from phalanx._src.mesh.values import ReplicaLocal, Rows, is_distributed, map_leaves
+from phalanx._src.mesh.values import ComponentSizes, ReplicaLocal, is_distributed, map_leaves
 from phalanx.errors import ContextError
 
 
@@ -199,12 +199,12 @@ def test_map_leaves_takes_values_whole(value):
 
 def test_rows_tell_what_is_real():
     """Of components that differ in some dims, also for stacked steps; equal sizes are equal values."""
-    rows = Rows(((3, 2), (1, 2)))
+    rows = ComponentSizes(((3, 2), (1, 2)))
     assert (rows.counts, rows.dims) == ((3, 1), (0,))
-    assert rows == Rows(((3, 2), (1, 2)), first=1)
+    assert rows == ComponentSizes(((3, 2), (1, 2)), first=1)
     assert rows.mask((2, 3, 2, 5))[:, :, 0].tolist() == [[True] * 3, [True, False, False]]
     assert rows.cut(np.ones((3, 2, 5)), 1).shape == (1, 2, 5)
     assert rows.of_steps(4).sizes == ((4, 3, 2), (4, 1, 2))
     assert rows.of_steps(4).without_dims(1) == rows
-    assert Rows.of_counts([2, 2]) is None
-    assert Rows.of_counts([0, 0]).dims == (0,)
+    assert ComponentSizes.of_counts([2, 2]) is None
+    assert ComponentSizes.of_counts([0, 0]).dims == (0,)

@@ -12,7 +12,7 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 import phalanx
-from phalanx._src.programs.stages import IndivisibleError, Stages, Trace
+from phalanx._src.programs.stages import IndivisibleError, StagedTrace, Stages
 
 WIDTH = 2
 context = phalanx.get_replica_context
@@ -101,7 +101,7 @@ def mapped(fn):
 
 def traces(*functions):
     """Traces functions of as many rows as their numbers say."""
-    return [Trace(lambda x, fn=fn: [fn(x)], [jax.ShapeDtypeStruct((size,), "float32")]) for size, fn in functions]
+    return [StagedTrace(lambda x, fn=fn: [fn(x)], [jax.ShapeDtypeStruct((size,), "float32")]) for size, fn in functions]
 
 
 def test_stages_are_few_and_late():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tells which functions of a batch need the rows of all replicas."""
+"""Tells which losses and metrics need the rows of all replicas."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,35 +15,50 @@ _ROWS = 8
 _HALVES = (slice(_ROWS // 2), slice(_ROWS // 2, None))
 
 
-def needs_all_rows(fn: Callable[..., Any], *args: PyTree) -> bool:
-    """Returns whether a function gives one number per batch that is not the mean of the numbers for the parts of replicas.
+def needs_all_rows(fn: Callable[..., Any], *args: PyTree, source: object) -> bool:
+    """Returns whether what a function gives for a batch does not follow from what it gives for the parts of replicas.
 
-    A mean over rows is such a mean. A sum is not, and neither is a ratio of sums, such as a correlation.
+    It does if the function returns one value per row from this row alone, or the mean over rows. Then the sum over rows, a ratio of
+    sums such as a correlation, and a value per row that depends on the other rows need the whole batch.
 
     Args:
       fn: the function.
       *args: pytrees of arrays (rows, ...).
+      source: the function or class that it comes from. Of Keras's own functions, it is known which depend on other rows.
     """
-    return jnp.ndim(jax.eval_shape(fn, *args)) == 0 and not _is_mean(fn, *args)
+    is_number = jnp.ndim(jax.eval_shape(fn, *args)) == 0
+    if not is_number and str(getattr(source, "__module__", "")).startswith("keras."):
+        return source in _OF_OTHER_ROWS
+    values = _sampled(fn, *args)
+    # A number may be anything, and the rows of all replicas are right for all of them. Values per row are most often of their row.
+    if values is None:
+        return is_number
+    first, second, whole = values
+    expected = (first + second) / 2 if is_number else np.concatenate([first, second])
+    return whole.shape != expected.shape or not np.allclose(whole, expected, rtol=1e-5, atol=1e-7)
 
 
-def _is_mean(fn: Callable[..., Any], *args: PyTree) -> bool:
-    """Returns whether the value for a few random rows is the mean of the values for their halves."""
+_OF_OTHER_ROWS = (keras.losses.circle,)
+
+
+def _sampled(fn: Callable[..., Any], *args: PyTree) -> list[np.ndarray] | None:
+    """Returns the values for the halves of a few random rows, and for all of them. None if there are none for such rows."""
     random = np.random.default_rng(0)
     try:
         with jax.ensure_compile_time_eval():
             rows = keras.tree.map_structure(lambda x: _sample(random, x), args)
             halves = [keras.tree.map_structure(lambda x, half=half: x[half], rows) for half in _HALVES]
-            first, second, whole = (float(fn(*each)) for each in (*halves, rows))
+            return [np.asarray(fn(*each), "float64") for each in (*halves, rows)]
     except Exception:  # It wants other shapes or values, or reads a variable.
-        return False
-    return bool(np.isclose(whole, (first + second) / 2, rtol=1e-5, atol=1e-7))
+        return None
 
 
-def _sample(random: np.random.Generator, like: Any) -> Any:
-    """Returns rows that most functions take: classes 0 and 1, or probabilities, small ones in the first half and large ones in the other."""
+def _sample(random: np.random.Generator, like: PyTree) -> PyTree:
+    """Returns rows that most functions take: classes 0 and 1, or probabilities, which are larger in the second half."""
     shape, dtype = (_ROWS, *like.shape[1:]), keras.backend.standardize_dtype(like.dtype)
-    values = random.uniform(0.05, 0.45, shape) if "float" in dtype else random.integers(0, 2, shape)
-    if "float" in dtype:
-        values[_HALVES[1]] += 0.5
+    if "float" not in dtype:
+        return keras.ops.convert_to_tensor(random.integers(0, 2, shape), dtype)
+    values = random.uniform(0.05, 0.45, shape)
+    # Halves that are alike would make a ratio look like a mean.
+    values[_HALVES[1]] += 0.5
     return keras.ops.convert_to_tensor(values, dtype)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Makes metrics, losses and BatchNormalization of Keras ignore the padded rows of a batch.
+"""Makes losses, metrics and BatchNormalization of Keras those of the rows of all replicas.
 
-A short batch is padded so that every replica has the same number of rows, and carries a mask of the real rows. Code that counts
-rows or averages over them must use the mask, or the results would depend on the number of replicas.
+A replica sees exactly its rows, so most of it is Keras's own code. What a replica must know of the others is here: what a masked mean
+divides by, and functions that need the whole batch. In a step that is not compiled, replicas have padding and a mask, which is applied
+here too.
 """
 
 import functools
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 import keras
 from keras.src.backend.common import global_state
 from keras.src.losses import loss
+from keras.src.losses.losses import LossFunctionWrapper
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, MetricsList
 
 from phalanx._src.compat.batch_functions import needs_all_rows
@@ -36,6 +38,14 @@ def _is_number(metric: keras.metrics.Metric, arguments: dict[str, Any]) -> bool:
     # Keras's metric functions reduce the last dim. They would return a scalar for rank 1 too, so test them with columns.
     columns = [x[:, None] if jnp.ndim(x) == 1 else x for x in (arguments["y_true"], arguments["y_pred"])]
     return jnp.ndim(jax.eval_shape(functools.partial(metric._fn, **metric._fn_kwargs), *columns)) == 0
+
+
+def _needs_all_rows(metric: keras.metrics.Metric, arguments: dict[str, Any]) -> bool:
+    """Whether a metric is a function that needs the rows of all replicas."""
+    if not isinstance(metric, keras.metrics.MeanMetricWrapper) or not {"y_true", "y_pred"} <= arguments.keys():
+        return False
+    fn = functools.partial(metric._fn, **metric._fn_kwargs)
+    return needs_all_rows(fn, arguments["y_true"], arguments["y_pred"], source=metric._fn)
 
 
 def _warn_of_padding(what: str) -> None:
@@ -80,12 +90,14 @@ def _update_with_real_rows(
     mask = scope.example_mask()
     rows = {jnp.shape(x)[:1] for x in keras.tree.flatten(args) if x is not None}
     arguments = call.bind(self, *args, **kwargs).arguments
+    if scope.has_share and mask is None and _needs_all_rows(self, arguments):
+        y_true, y_pred, weight = scope.gathered([arguments.get(x) for x in ("y_true", "y_pred", "sample_weight")])
+        share = scope.weight_of_mean(None)
+        return original(self, y_true, y_pred, sample_weight=share if weight is None else weight * share)
     if rows != {()} and _is_number(self, arguments):
         rows = {()}
         if mask is not None:
             _warn_of_padding(f"The metric {self.name!r}")
-        if scope.has_share and needs_all_rows(functools.partial(self._fn, **self._fn_kwargs), *args[:2]):
-            arguments["y_true"], arguments["y_pred"] = scope.gathered(args[:2])
     if scope.has_share and rows == {()}:
         arguments["sample_weight"] = scope.weight_of_mean(arguments.get("sample_weight"))
         return original(**arguments)
@@ -144,8 +156,25 @@ def _loss(
         return original(self, y_true, y_pred, sample_weight)
     if not scope.is_averaging and self.reduction not in ("sum", "none", None):
         scope.check_loss(self.name, self.reduction)
-    if scope.has_share and needs_all_rows(self.call, y_true, y_pred):
-        y_true, y_pred, sample_weight = scope.gathered((y_true, y_pred, sample_weight))
+    source = self.fn if isinstance(self, LossFunctionWrapper) else type(self)
+    if (
+        not scope.has_share
+        or scope.example_mask() is not None
+        or not needs_all_rows(self.call, y_true, y_pred, source=source)
+    ):
+        return original(self, y_true, y_pred, sample_weight)
+    whole = scope.gathered((y_true, y_pred, sample_weight))
+    with scope.whole_batch():
+        return original(self, *whole)
+
+
+@extend(CompileLoss, "call")
+def _call_losses(
+    original: Callable[..., PyTree], self: CompileLoss, y_true: PyTree, y_pred: PyTree, sample_weight: PyTree = None
+) -> PyTree:
+    # Keras takes one array for a list of targets if it has as many rows as the model has outputs, and a replica may have any number.
+    if keras.tree.is_nested(y_pred) and not keras.tree.is_nested(y_true):
+        y_true = [y_true]
     return original(self, y_true, y_pred, sample_weight)
 
 

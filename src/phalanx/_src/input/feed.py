@@ -59,6 +59,7 @@ class Step(NamedTuple):
 
 def split(steps: list[Step]) -> tuple[list[Step], list[Step]]:
     """Returns the steps that make the next batch, and the remaining steps. A stack ends before a step with other numbers of rows."""
+    # One program runs all steps of a stack, and it depends on the numbers of rows.
     first = (steps[0].rows, *steps[0].counts) if steps else ()
     end = next((i for i, step in enumerate(steps) if (step.rows, *step.counts) != first), len(steps))
     return steps[:end], steps[end:]

@@ -19,7 +19,7 @@ from phalanx._src.input.shard import InputWorker
 from phalanx._src.input.sources.base import Facts, Piece
 from phalanx._src.mesh.arrays import as_number, copied, is_array, is_shared_by_cpu, map_named
 from phalanx._src.mesh.topology import Topology
-from phalanx._src.mesh.values import PerReplica, Rows, flatten, is_distributed
+from phalanx._src.mesh.values import ComponentSizes, PerReplica, flatten, is_distributed
 from phalanx.errors import InputError, InvalidArgumentError, arguments
 from phalanx.typing import PyTree
 
@@ -95,7 +95,7 @@ class Placement:
         """
         counts, replicas = self._counts(steps[0]), self._worker.num_replicas
         first = 0 if self._fetches else self._worker.index * self._worker.replicas
-        rows, places = Rows.of_counts(counts, first), max(1, *counts)
+        rows, places = ComponentSizes.of_counts(counts, first), max(1, *counts)
         parts = steps[0].piece.parts
         # One replica: return plain arrays, which are cheaper than `PerReplica`.
         if room is None and rows is None and replicas == 1 and not _wrapping:
@@ -240,5 +240,5 @@ def _stack(parts: Sequence[Any], topology: Topology) -> PerReplica:
     all_counts = topology.exchange(counts)
     if (all_counts == counts[0]).all():
         return PerReplica(topology.put_per_replica([np.stack(arrays)])[0])
-    rows = Rows(tuple((count,) for count in all_counts.ravel().tolist()))
+    rows = ComponentSizes(tuple((count,) for count in all_counts.ravel().tolist()))
     return PerReplica(topology.put_per_replica([_padded_stack(arrays, max(rows.counts))])[0], rows)

@@ -21,7 +21,7 @@ from phalanx.typing import PyTree
 
 
 @dataclass(frozen=True)
-class Rows:
+class ComponentSizes:
     """The sizes of the components of a value, if they are not equal.
 
     Arrays have room for the largest component. What is real comes first, and the rest is padding.
@@ -36,9 +36,9 @@ class Rows:
     first: int = field(default=0, compare=False)
 
     @staticmethod
-    def of_counts(counts: "Sequence[int]", first: int = 0) -> "Rows | None":
+    def of_counts(counts: "Sequence[int]", first: int = 0) -> "ComponentSizes | None":
         """Returns the sizes of the components of a batch with these numbers of rows. None if they are equal, and not 0."""
-        return None if len({*counts}) == 1 and counts[0] else Rows(tuple((count,) for count in counts), first)
+        return None if len({*counts}) == 1 and counts[0] else ComponentSizes(tuple((count,) for count in counts), first)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -63,15 +63,15 @@ class Rows:
             real &= places < np.asarray(self.sizes)[:, dim].reshape(-1, *(1,) * num_dims)
         return real
 
-    def cut(self, component: Any, replica: int) -> Any:
+    def cut(self, component: PyTree, replica: int) -> PyTree:
         """Returns what is real of the component of a replica."""
         return component[tuple(map(slice, self.sizes[replica]))]
 
-    def without_dims(self, count: int) -> "Rows":
+    def without_dims(self, count: int) -> "ComponentSizes":
         """Returns the sizes without the first `count` dims."""
         return replace(self, sizes=tuple(size[count:] for size in self.sizes))
 
-    def of_steps(self, steps: int) -> "Rows":
+    def of_steps(self, steps: int) -> "ComponentSizes":
         """Returns the sizes of values that are stacked over as many steps, each of which has these sizes."""
         return replace(self, sizes=tuple((steps, *size) for size in self.sizes))
 
@@ -175,7 +175,7 @@ class DistributedValues(_ActsAsArray):
     differs: ClassVar[bool] = True
     """Whether the components may differ."""
 
-    rows: Rows | None = None
+    rows: ComponentSizes | None = None
     """The sizes of the components. None if they are equal."""
 
     @property
@@ -231,7 +231,7 @@ class PerReplica(DistributedValues):
 
     __slots__ = ("batch", "data", "rows")
 
-    def __init__(self, data: PyTree, rows: Rows | None = None, batch: Rows | None = None) -> None:
+    def __init__(self, data: PyTree, rows: ComponentSizes | None = None, batch: ComponentSizes | None = None) -> None:
         self.data, self.rows, self.batch = data, rows, batch or rows
 
     @property

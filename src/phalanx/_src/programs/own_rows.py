@@ -15,8 +15,8 @@ from jax import lax
 from jax.experimental import io_callback
 
 from phalanx._src.mesh.layout import REPLICA_AXIS
-from phalanx._src.mesh.values import Rows
-from phalanx._src.programs.stages import Stages, Trace
+from phalanx._src.mesh.values import ComponentSizes
+from phalanx._src.programs.stages import StagedTrace, Stages
 from phalanx._src.tracing.discovery import Discovery
 from phalanx._src.typed_jax import shape_dtype
 from phalanx.errors import warn_of_slip
@@ -51,7 +51,7 @@ class Inputs(NamedTuple):
     whole: list[Any]
 
 
-class Share(NamedTuple):
+class RowShare(NamedTuple):
     """The sizes of the arguments of some replicas.
 
     Args:
@@ -71,11 +71,11 @@ class Share(NamedTuple):
         ]
 
 
-def shares_of(rows: Sequence[Rows | None], num_replicas: int) -> list[Share]:
+def shares_of(rows: Sequence[ComponentSizes | None], num_replicas: int) -> list[RowShare]:
     """Returns the shares that replicas have of padded batches, each once.
 
-    Replicas without any row belong to the first share, and take part with padding. If all others have equal shares, one with a
-    row more follows, which tells the results that grow with the rows from others.
+    Replicas without any row belong to the first share, and take part with padding. If all others have equal shares, another share has
+    one row more. It tells the results that grow with the rows from others.
 
     Args:
       rows: for each sharded argument, and for each batch, the sizes of its components. None if they are equal.
@@ -89,20 +89,24 @@ def shares_of(rows: Sequence[Rows | None], num_replicas: int) -> list[Share]:
             known.setdefault(sizes, []).append(replica)
         else:
             empty.append(replica)
+    # In a batch without rows, all replicas take part with a row of padding.
     if not known:
         known[tuple(None if x is None else tuple(max(1, n) for n in x.sizes[0]) for x in rows)] = []
-    shares = [Share(sizes, tuple(replicas)) for sizes, replicas in known.items()]
+    shares = [RowShare(sizes, tuple(replicas)) for sizes, replicas in known.items()]
     shares[0] = shares[0]._replace(replicas=(*shares[0].replicas, *empty))
+    # One share alone does not tell whether a result has four rows because the replica has, or for another reason.
     if len(shares) == 1:
         more = tuple(
             None if x is None or size is None else tuple(n + (d in x.dims) for d, n in enumerate(size))
             for x, size in zip(rows, shares[0].sizes, strict=True)
         )
-        shares.append(Share(more))
+        shares.append(RowShare(more))
     return shares
 
 
-def sizes_of(shapes: Sequence[tuple[int, ...]], shares: Sequence[Share], is_empty: Sequence[bool]) -> Rows | None:
+def sizes_of(
+    shapes: Sequence[tuple[int, ...]], shares: Sequence[RowShare], is_empty: Sequence[bool]
+) -> ComponentSizes | None:
     """Returns the sizes of a value whose shape differs between shares. None if it does not.
 
     A replica without rows has none in the dims that differ.
@@ -119,7 +123,7 @@ def sizes_of(shapes: Sequence[tuple[int, ...]], shares: Sequence[Share], is_empt
         return None
     last = max(d for d, each in enumerate(grows) if each)
     share_of = {replica: i for i, share in enumerate(shares) for replica in share.replicas}
-    return Rows(
+    return ComponentSizes(
         tuple(
             tuple(0 if empty and grow else n for n, grow in zip(shapes[share_of[i]][: last + 1], grows, strict=False))
             for i, empty in enumerate(is_empty)
@@ -139,11 +143,11 @@ class Gathered:
       numbers: the places of numbers that the function returns and that depend on the rows, so that they become arrays.
     """
 
-    shares: Sequence[Share]
+    shares: Sequence[RowShare]
     is_empty: Sequence[bool]
     numbers: frozenset[int] = frozenset()
     _seen: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
-    _known: list[Rows | None] = field(default_factory=list)
+    _known: list[ComponentSizes | None] = field(default_factory=list)
     _share: int = 0
 
     def begin(self, share: int) -> None:
@@ -151,7 +155,7 @@ class Gathered:
         self._share, self._seen[share] = share, []
 
     @property
-    def share(self) -> Share:
+    def share(self) -> RowShare:
         """The share that is traced."""
         return self.shares[self._share]
 
@@ -172,6 +176,7 @@ class Gathered:
         Args:
           numbers: the places of numbers that the function returns and that differ.
         """
+        # Later sizes may depend on earlier ones, so it may take several rounds.
         shapes = zip(*(self._seen[i] for i in range(len(self.shares))), strict=False)
         sizes = [sizes_of(each, self.shares, self.is_empty) for each in shapes]
         known = sizes if any(sizes) else []
@@ -181,7 +186,7 @@ class Gathered:
         return is_settled
 
 
-class Plan:
+class DividedProgram:
     """The program of a replica whose arguments have room for the largest share. Made, and run, inside the mapped function.
 
     Args:
@@ -196,7 +201,7 @@ class Plan:
       IndivisibleError: the traces do not exchange the same.
     """
 
-    def __init__(self, discoveries: Sequence[Discovery], shares: Sequence[Share], inputs: Sequence[Inputs]) -> None:
+    def __init__(self, discoveries: Sequence[Discovery], shares: Sequence[RowShare], inputs: Sequence[Inputs]) -> None:
         leaves = jax.tree.leaves(discoveries[0].outputs)
         self._tree = cast(Any, jax.tree.structure(discoveries[0].outputs))
         traces = [_traced(*each) for each in zip(discoveries, inputs, strict=True)]
@@ -208,13 +213,13 @@ class Plan:
         self._of_padding = [
             i for i, _ in enumerate(jax.tree.leaves(discoveries[0].outputs.results)) if shares and depends[i]
         ]
-        others = zip(*(jax.tree.leaves(each.outputs) for each in discoveries), strict=True)
-        sizes = (tuple(map(max, zip(*(x.shape for x in each), strict=True))) for each in others)
+        columns = zip(*(jax.tree.leaves(each.outputs) for each in discoveries), strict=True)
+        sizes = (tuple(map(max, zip(*(x.shape for x in each), strict=True))) for each in columns)
         self.outputs = self._tree.unflatten([shape_dtype(size, x.dtype) for size, x in zip(sizes, leaves, strict=True)])
         share_of = {replica: i for i, share in enumerate(shares) for replica in share.replicas}
         self._share_of = [share_of[replica] for replica in sorted(share_of)] if len(shares) > 1 else []
 
-    def run(self, inputs: Inputs, rows: Any, observers: Sequence[StepObserver], *, may_be_empty: bool) -> PyTree:
+    def run(self, inputs: Inputs, rows: PyTree, observers: Sequence[StepObserver], *, may_be_empty: bool) -> PyTree:
         """Returns the outputs of the replica, with room for those of the largest share.
 
         Args:
@@ -223,6 +228,7 @@ class Plan:
           observers: who hears of the parts of a step.
           may_be_empty: whether a replica has no rows. What it computes of its padding is not returned.
         """
+        # The number of a replica is the only thing that its program does not share with the others.
         branch = jnp.asarray(self._share_of)[lax.axis_index(REPLICA_AXIS)] if self._share_of else None
         note = (lambda sent: _report_own_part(observers, rows, sent)) if observers else None
         results = self._stages.run(jax.tree.leaves(inputs), branch, note)
@@ -234,14 +240,14 @@ class Plan:
         return outputs
 
 
-def _traced(discovery: Discovery, inputs: Inputs) -> Trace:
+def _traced(discovery: Discovery, inputs: Inputs) -> StagedTrace:
     leaves, tree = jax.tree.leaves(inputs), cast(Any, jax.tree.structure(inputs))
 
     def flat(*arrays: jax.Array) -> list[Any]:
         values, sharded, whole = tree.unflatten(arrays)
         return jax.tree.leaves(discovery.evaluate(values, [], sharded, whole))
 
-    return Trace(flat, leaves)
+    return StagedTrace(flat, leaves)
 
 
 def warn_of_padding(what: object) -> None:
@@ -257,7 +263,7 @@ def warn_of_padding(what: object) -> None:
     )
 
 
-def _report_own_part(observers: Sequence[StepObserver], rows: Any, sent: Sequence[jax.Array]) -> jax.Array:
+def _report_own_part(observers: Sequence[StepObserver], rows: PyTree, sent: Sequence[jax.Array]) -> jax.Array:
     """Reports the end of a replica's own part, when `sent` is computed. Returns True, computed after the report."""
 
     def note_own_part(replica: np.ndarray, rows: np.ndarray, *_: np.ndarray) -> np.bool:

@@ -17,7 +17,15 @@ from jax.sharding import PartitionSpec
 from phalanx._src.compat import dtype_of
 from phalanx._src.mesh.arrays import as_array, is_array
 from phalanx._src.mesh.layout import REPLICA_AXIS
-from phalanx._src.mesh.values import Mirrored, PerReplica, Rows, check_size, differs, flatten, is_equal_everywhere
+from phalanx._src.mesh.values import (
+    ComponentSizes,
+    Mirrored,
+    PerReplica,
+    check_size,
+    differs,
+    flatten,
+    is_equal_everywhere,
+)
 from phalanx._src.programs import explain, own_rows
 from phalanx._src.programs.stages import IndivisibleError
 from phalanx._src.programs.trace import executing_scope, trace, written_entries
@@ -211,7 +219,7 @@ class _Run:
             return scope.value(entry.variable), None
         return entry.value, scope.components(entry.variable, self._strategy.num_replicas_in_sync)
 
-    def _wrapped(self, array: jax.Array, rows: Rows | None) -> PyTree:
+    def _wrapped(self, array: jax.Array, rows: ComponentSizes | None) -> PyTree:
         """Returns a result as `Strategy.run` returns it: a PerReplica, or the array itself if there is one replica."""
         if self._strategy.num_replicas_in_sync == 1 and rows is None and self._steps is None:
             return array[0]
@@ -255,7 +263,9 @@ class _Run:
             return dataclasses.replace(self._trace_replica(sharded, whole), sizes=sizes)
         return dataclasses.replace(traces[0], sizes=sizes, plan=plan)
 
-    def _plan(self, traces: Sequence[Discovery], shapes: Sequence[list[Any]], whole: list[Any]) -> own_rows.Plan:
+    def _plan(
+        self, traces: Sequence[Discovery], shapes: Sequence[list[Any]], whole: list[Any]
+    ) -> own_rows.DividedProgram:
         """Makes one program of the traces of the shares that replicas have.
 
         Raises:
@@ -268,11 +278,11 @@ class _Run:
             raise IndivisibleError("another structure of what the function returns")
         values = [shape_dtype(tuple(v.shape), dtype_of(v)) for v in variables]
         used = [share for share in self._shares if share.replicas]
-        made: list[own_rows.Plan] = []
+        made: list[own_rows.DividedProgram] = []
 
         def body(values: PyTree, sharded: PyTree, whole: PyTree) -> PyTree:
             inputs = [own_rows.Inputs(values, _first(each), whole) for each in sharded]
-            made.append(own_rows.Plan(traces, used, inputs))
+            made.append(own_rows.DividedProgram(traces, used, inputs))
             return jnp.zeros((1,))
 
         jax.eval_shape(self._shard_map(body, (False, True, False), _along(0)), values, list(shapes), whole)
@@ -284,10 +294,10 @@ class _Run:
         """Runs one call for one replica."""
         shares = self._strategy.topology.shares
         observers = [*own_rows.listeners, *([shares] if shares.is_measured else [])] if discovery.optimizers else []
-        plan: own_rows.Plan | None = discovery.plan
+        plan: own_rows.DividedProgram | None = discovery.plan
         inputs = own_rows.Inputs(state, sharded, whole)
         if plan is None and observers:
-            plan = own_rows.Plan([discovery], [], [inputs])
+            plan = own_rows.DividedProgram([discovery], [], [inputs])
         outputs: _ReplicaOutputs
         if plan is None:
             outputs = discovery.evaluate(state, [], sharded, whole)
@@ -296,7 +306,7 @@ class _Run:
         return outputs
 
     @property
-    def _num_rows(self) -> Any:
+    def _num_rows(self) -> PyTree:
         """The number of rows of this replica, in a replica function."""
         if len(self._batches) == 1:
             return jnp.asarray(self._batches[0].counts)[lax.axis_index(REPLICA_AXIS)]
@@ -432,8 +442,7 @@ class _Run:
         self._fill(leaves, is_equal_everywhere, shared_leaves)
         self._fill(leaves, is_array, shared_leaves)
         args, kwargs = self._tree.unflatten(leaves)
-        batches = self._batches_of_replica(replica_id, None if gathered is None else gathered.share)
-        replica = ReplicaContext(self._strategy, replica_id, batches, None if gathered is None else gathered.sizes)
+        replica = ReplicaContext(self._strategy, replica_id, self._batches_of_replica(replica_id, gathered))
         with context.enter(Mode(self._strategy, replica)):
             result = explain.call(self._fn, args, kwargs)
         leaves, tree = flatten(result)
@@ -446,18 +455,22 @@ class _Run:
         return _Returned(results, mirrored, _Nest(result), replica.rows)
 
     def _batches_of_replica(
-        self, replica_id: jax.Array, share: own_rows.Share | None = None
+        self, replica_id: jax.Array, gathered: own_rows.Gathered | None = None
     ) -> tuple[ReplicaRows, ...]:
         """Returns the rows that a replica has of each batch.
 
         Args:
           replica_id: the number of the replica.
-          share: the sizes of the arguments, if they are the rows of the replica and nothing else. None if they may be padded.
+          gathered: what the replicas gather, if the arguments are the rows of a share and nothing else. None if they may be padded.
         """
-        if share is None:
+        if gathered is None:
             return tuple(ReplicaRows(x.counts, replica_id, max(1, *x.counts), is_padded=True) for x in self._batches)
-        sizes = share.sizes[len(self._sizes) :]
-        return tuple(ReplicaRows(x.counts, replica_id, n[0]) for x, n in zip(self._batches, sizes, strict=True) if n)
+        sizes = gathered.share.sizes[len(self._sizes) :]
+        return tuple(
+            ReplicaRows(x.counts, replica_id, size[0], gathered=gathered.sizes)
+            for x, size in zip(self._batches, sizes, strict=True)
+            if size is not None
+        )
 
     def _fill(self, leaves: list[Any], kind: Callable[[Any], bool], values: Iterable[Any]) -> None:
         places = (i for i, x in enumerate(self._leaves) if kind(x))
@@ -526,7 +539,7 @@ def _first_of_array(array: jax.Array) -> jax.Array:
     return with_layout_constraint(component, Layout(tuple(range(component.ndim))))
 
 
-def _number(value: Any, rows: ReplicaRows | None) -> jax.Array:
+def _number(value: PyTree, rows: ReplicaRows | None) -> jax.Array:
     return jnp.asarray(value) if rows is None else rows.with_rows(jnp.asarray(value))
 
 

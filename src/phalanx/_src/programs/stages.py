@@ -20,6 +20,7 @@ from jax.extend import core as jex
 from phalanx._src.collectives.primitives import communicates
 from phalanx._src.typed_jax import shape_dtype
 from phalanx.errors.frames import place_in
+from phalanx.typing import PyTree
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call")
 """Operations that do nothing but evaluate a trace inside them."""
@@ -30,9 +31,9 @@ _Column = tuple[Any, ...]
 _evaluate: Callable[..., list[Any]] = jax.core.eval_jaxpr
 
 
-def _replaced(jaxpr: Any, **changes: Any) -> jex.Jaxpr:
+def _replaced(jaxpr: PyTree, **changes: PyTree) -> jex.Jaxpr:
     """Returns a trace without constants, and with other inputs, outputs and equations."""
-    other: jex.Jaxpr = jaxpr.replace(constvars=[], **changes)
+    other: jex.Jaxpr = jaxpr.replace(constvars=[], debug_info=jaxpr.debug_info.with_unknown_names(), **changes)
     return other
 
 
@@ -40,7 +41,7 @@ class IndivisibleError(Exception):
     """Traces for different numbers of rows do not exchange the same. The message names the operation and its line."""
 
 
-class Trace:
+class StagedTrace:
     """The trace of a replica with some number of rows.
 
     Args:
@@ -55,12 +56,14 @@ class Trace:
 
     def __init__(self, fn: Callable[..., list[Any]], inputs: Sequence[Any]) -> None:
         closed = jax.make_jaxpr(fn)(*inputs)
+        # A call would be one exchange with all that it computes, so it is opened.
         if any(map(_is_communicating_call, closed.jaxpr.eqns)):
             closed = jax.make_jaxpr(lambda *arrays: _inlined(closed.jaxpr, closed.consts, arrays))(*inputs)
         self.jaxpr, self.consts = closed.jaxpr, closed.consts
         self.stages = _divided(self.jaxpr.eqns)
         steps = ((n, eqn) for n, stage in enumerate(self.stages) for eqn in (*stage.part, *stage.exchanges))
         self._last_reads = {v: n for n, eqn in steps for v in _read(eqn)}
+        # Results are read after the last stage.
         self._last_reads |= {v: len(self.stages) for v in self.jaxpr.outvars if isinstance(v, jex.Var)}
 
     def due(self, number: int) -> list[Any]:
@@ -80,7 +83,7 @@ class Trace:
                 reached.update(eqn.outvars)
         return [isinstance(v, jex.Var) and v in reached for v in self.jaxpr.outvars]
 
-    def kept(self, number: int) -> list[jex.Var]:
+    def carried(self, number: int) -> list[jex.Var]:
         """Returns what a part computes and a later one reads."""
         return [v for eqn in self.stages[number].part for v in eqn.outvars if self._last_reads.get(v, 0) > number]
 
@@ -95,9 +98,10 @@ class Stages:
       IndivisibleError: the traces do not exchange the same.
     """
 
-    def __init__(self, traces: Sequence[Trace]) -> None:
+    def __init__(self, traces: Sequence[StagedTrace]) -> None:
         for other in traces[1:]:
             _require_same_interface(traces[0], other)
+        # All traces exchange the same, so that the operations of the first stand for those of all.
         self._values = values = _Values(traces)
         self._steps: list[_Part | _Exchange] = []
         for number, stage in enumerate(traces[0].stages):
@@ -106,10 +110,10 @@ class Stages:
             ]
             self._steps.append(_Part(traces, number, values))
             for place, eqn in enumerate(stage.exchanges):
-                others = [trace.stages[number].exchanges[place] for trace in traces]
-                sent = [values.find(column) for column in _columns(each.invars for each in others)]
+                eqns = [trace.stages[number].exchanges[place] for trace in traces]
+                sent = [values.find(column) for column in _columns(each.invars for each in eqns)]
                 self._steps.append(_Exchange(number, traces[0].jaxpr, eqn, sent))
-                for column in _columns(each.outvars for each in others):
+                for column in _columns(each.outvars for each in eqns):
                     values.add(column)
         self._results = [values.find(column) for column in _columns(trace.jaxpr.outvars for trace in traces)]
 
@@ -131,7 +135,12 @@ class Stages:
             if note_own_part is not None and self._last_exchanges and step is self._last_exchanges[0]:
                 token = note_own_part([_pick(arrays, x) for each in self._last_exchanges for x in each.sent])
             arrays += step.run(arrays, token if isinstance(step, _Exchange) else branch)
-        return [_pick(arrays, x) for x in self._results]
+        results = [_pick(arrays, x) for x in self._results]
+        if note_own_part is None or self._last_exchanges:
+            return results
+        # Without others, all is the own part.
+        token = note_own_part(results)
+        return [jnp.where(token, x, jnp.zeros_like(x)) for x in results]
 
 
 class _Values:
@@ -141,7 +150,7 @@ class _Values:
       consts: the constants of all traces. Their values follow those of the inputs.
     """
 
-    def __init__(self, traces: Sequence[Trace]) -> None:
+    def __init__(self, traces: Sequence[StagedTrace]) -> None:
         self._numbers: list[dict[jex.Var, int]] = [{} for _ in traces]
         self._known: dict[tuple[int, ...], int] = {}
         self._columns: list[_Column] = []  # Keeps the variables alive, whose ids are keys.
@@ -150,6 +159,7 @@ class _Values:
             self.add(column)
         first = len(self._columns)
         for i, trace in enumerate(traces):
+            # Traces share the constants that the function closes over, and each has its own numbers.
             for variable, const in zip(trace.jaxpr.constvars, trace.consts, strict=True):
                 place = next((n for n, other in enumerate(self.consts) if other is const), len(self.consts))
                 if place == len(self.consts):
@@ -169,10 +179,10 @@ class _Values:
         """Returns the number of the value of a variable of a trace. None if it is not known yet."""
         return self._numbers[trace].get(variable)
 
-    def find(self, column: _Column) -> Any:
+    def find(self, column: _Column) -> PyTree:
         """Returns the number of a value, or a literal that is equal in all traces. None if the value is not known yet."""
-        if all(isinstance(v, jex.Literal) for v in column):
-            return column[0] if all(v.val is column[0].val or v.val == column[0].val for v in column) else None
+        if all(isinstance(v, jex.Literal) and (v.val is column[0].val or v.val == column[0].val) for v in column):
+            return column[0]
         known = self._known.get(tuple(map(id, column)))
         if known is not None or any(isinstance(v, jex.Literal) for v in column):
             return known
@@ -192,9 +202,11 @@ class _Exchange:
 
     def __init__(self, stage: int, jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, sent: Sequence[Any]) -> None:
         self.stage, self.sent = stage, sent
-        variables = [v for v in eqn.invars if isinstance(v, jex.Var)]
-        self._jaxpr = _replaced(jaxpr, invars=variables, outvars=eqn.outvars, eqns=[eqn])
         self._arrays = [x for x in sent if isinstance(x, int)]
+        # A literal that is another one in other traces becomes a variable.
+        inputs = [_variable(v) if isinstance(x, int) else v for v, x in zip(eqn.invars, sent, strict=True)]
+        variables = [v for v in inputs if isinstance(v, jex.Var)]
+        self._jaxpr = _replaced(jaxpr, invars=variables, outvars=eqn.outvars, eqns=[eqn.replace(invars=inputs)])
 
     def run(self, arrays: Sequence[Any], token: jax.Array | None) -> list[Any]:
         """Communicates, after `token` has been computed, and returns the results."""
@@ -214,14 +226,15 @@ class _Part:
       values: the values that are known before it. Those that it computes are added.
     """
 
-    def __init__(self, traces: Sequence[Trace], number: int, values: _Values) -> None:
+    def __init__(self, traces: Sequence[StagedTrace], number: int, values: _Values) -> None:
+        # What must be known has its place in all traces. What is carried is paired by kind, whatever it means in each trace.
         due = [column for column in _columns(trace.due(number) for trace in traces) if values.find(column) is None]
         due = list({tuple(map(id, column)): column for column in due}.values())
-        kept = [
-            [v for v in trace.kept(number) if not any(v is column[i] for column in due)]
+        carried = [
+            [v for v in trace.carried(number) if not any(v is column[i] for column in due)]
             for i, trace in enumerate(traces)
         ]
-        columns = [*due, *_aligned(kept)]
+        columns = [*due, *_aligned(carried)]
         self._branches = [_Branch(i, trace, number, columns, values) for i, trace in enumerate(traces)]
         self._shapes = [_common_shape(column) for column in columns]
         first = self._branches[0]
@@ -231,6 +244,7 @@ class _Part:
 
     def run(self, arrays: Sequence[Any], branch: jax.Array | None) -> list[Any]:
         """Computes the values of this part, with room for those of the largest trace."""
+        # The update of an optimizer depends on gradients and not on rows: it is compiled once, and XLA can reuse its buffers.
         if self._is_same or branch is None:
             return self._branches[0].run(arrays)
         branches = [lambda each=each: each.run_with_room(arrays, self._shapes) for each in self._branches]
@@ -252,7 +266,9 @@ class _Branch:
       text: what it computes from which values. Two branches with equal texts are the same.
     """
 
-    def __init__(self, index: int, trace: Trace, number: int, columns: Sequence[_Column], values: _Values) -> None:
+    def __init__(
+        self, index: int, trace: StagedTrace, number: int, columns: Sequence[_Column], values: _Values
+    ) -> None:
         eqns = trace.stages[number].part
         self._results = [column[index] for column in columns]
         results = [v for v in self._results if v is not None]
@@ -271,9 +287,9 @@ class _Branch:
 
     def run_with_room(self, arrays: Sequence[Any], shapes: Sequence[Any]) -> list[Any]:
         """Returns the results of all branches, with zeros for those of others."""
-        own = iter(self.run(arrays))
+        results = iter(self.run(arrays))
         return [
-            jnp.zeros(shape.shape, shape.dtype) if v is None else _grown(next(own), shape.shape)
+            jnp.zeros(shape.shape, shape.dtype) if v is None else _grown(next(results), shape.shape)
             for v, shape in zip(self._results, shapes, strict=True)
         ]
 
@@ -297,11 +313,13 @@ def _divided(eqns: Sequence[jex.JaxprEqn]) -> list[_Stage]:
     the part that has its inputs.
     """
     exchanges = {i for i, eqn in enumerate(eqns) if communicates(eqn)}
+    # Forwards: the stage in which each equation can be evaluated at the earliest. It decides about the exchanges.
     stage_of: dict[int, int] = {}
     ready: dict[jex.Var, int] = {}
     for i, eqn in enumerate(eqns):
         stage_of[i] = max((ready.get(v, 0) for v in _read(eqn)), default=0)
         ready.update(dict.fromkeys(eqn.outvars, stage_of[i] + (i in exchanges)))
+    # Backwards: the stage in which an exchange needs it.
     due: dict[jex.Var, int] = {}
     is_due: set[int] = set(exchanges)
     for i, eqn in reversed(list(enumerate(eqns))):
@@ -313,6 +331,7 @@ def _divided(eqns: Sequence[jex.JaxprEqn]) -> list[_Stage]:
             is_due.add(i)
         for v in _read(eqn):
             due[v] = min(due.get(v, stage_of[i]), stage_of[i])
+    # Forwards again, for what no exchange needs: its inputs may have moved to later stages.
     for i, eqn in enumerate(eqns):
         if i not in is_due:
             stage_of[i] = max((ready.get(v, 0) for v in _read(eqn)), default=0)
@@ -358,16 +377,16 @@ def _columns(rows: Iterable[Sequence[Any]]) -> list[_Column]:
     return list(zip(*rows, strict=True))
 
 
-def _aligned(kept: Sequence[Sequence[jex.Var]]) -> list[_Column]:
+def _aligned(carried: Sequence[Sequence[jex.Var]]) -> list[_Column]:
     """Returns columns of variables of equal dtype and rank, in order. A trace with fewer of them has None in the others.
 
     Raises:
       IndivisibleError: traces keep different numbers of random keys, of which there are no zeros.
     """
     kinds: dict[Any, list[list[jex.Var]]] = {}
-    for i, variables in enumerate(kept):
+    for i, variables in enumerate(carried):
         for v in variables:
-            kinds.setdefault((_aval(v).dtype, _aval(v).ndim), [[] for _ in kept])[i].append(v)
+            kinds.setdefault((_aval(v).dtype, _aval(v).ndim), [[] for _ in carried])[i].append(v)
     for (dtype, _), group in kinds.items():
         if jnp.issubdtype(dtype, jax.dtypes.extended) and len({*map(len, group)}) > 1:
             raise IndivisibleError("it draws other random keys for fewer rows")
@@ -379,7 +398,7 @@ def _common_shape(column: _Column) -> jax.ShapeDtypeStruct:
     return shape_dtype(tuple(map(max, zip(*(aval.shape for aval in avals), strict=True))), avals[0].dtype)
 
 
-def _require_same_interface(first: Trace, other: Trace) -> None:
+def _require_same_interface(first: StagedTrace, other: StagedTrace) -> None:
     """Checks that two traces exchange the same, and return arrays of equal dtypes and ranks.
 
     Raises:
@@ -409,12 +428,19 @@ def _described(eqn: jex.JaxprEqn) -> tuple[Any, ...]:
     )
 
 
-def _aval(variable: Any) -> Any:
+def _variable(atom: PyTree) -> jex.Var:
+    if isinstance(atom, jex.Var):
+        return atom
+    made: jex.Var = jax.make_jaxpr(lambda x: x)(shape_dtype(atom.aval.shape, atom.aval.dtype)).jaxpr.invars[0]
+    return made
+
+
+def _aval(variable: PyTree) -> PyTree:
     return variable.aval
 
 
-def _pick(arrays: Sequence[Any], found: Any) -> Any:
-    return found.val if isinstance(found, jex.Literal) else arrays[found]
+def _pick(arrays: Sequence[Any], place: Any) -> PyTree:
+    return place.val if isinstance(place, jex.Literal) else arrays[place]
 
 
 def _cut(array: jax.Array, shape: Sequence[int]) -> jax.Array:
@@ -424,5 +450,6 @@ def _cut(array: jax.Array, shape: Sequence[int]) -> jax.Array:
 def _grown(array: jax.Array, shape: Sequence[int]) -> jax.Array:
     """Returns an array with zeros up to a shape."""
     array = jnp.asarray(array)
+    # Nobody reads the zeros: the next part cuts them off, and so does whoever gets the results.
     widths = [(0, target - size) for target, size in zip(shape, array.shape, strict=True)]
     return jnp.pad(array, widths) if any(map(any, widths)) else array

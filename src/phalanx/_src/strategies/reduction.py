@@ -14,7 +14,7 @@ from phalanx._src.collectives import primitives
 from phalanx._src.collectives.accumulation import dtype_of, term
 from phalanx._src.collectives.cross_device import CrossDeviceOps
 from phalanx._src.mesh.arrays import over_rows
-from phalanx._src.mesh.values import Mirrored, PerReplica, ReplicaLocal, Rows, check_size, differs
+from phalanx._src.mesh.values import ComponentSizes, Mirrored, PerReplica, ReplicaLocal, check_size, differs
 from phalanx._src.options import ReduceOp
 from phalanx.errors import InputError, ReduceOpError, arguments, shown
 from phalanx.typing import PyTree
@@ -89,8 +89,8 @@ def _(value: ReplicaLocal, op: ReduceOp, axis: Axis, num_replicas: int, ops: Cro
     dtype, elements = dtype_of(op, data.dtype), math.prod(data.shape[d] for d in dims)
     if counts is None:
         return (total / (num_replicas * elements)).astype(dtype)
-    own = jnp.where(counts, elements // (counts.shape[0] if counts.ndim else 1), 0).sum()
-    return (total / jnp.maximum(primitives.all_reduce(ReduceOp.SUM, own, num_replicas), 1)).astype(dtype)
+    number = jnp.where(counts, elements // (counts.shape[0] if counts.ndim else 1), 0).sum()
+    return (total / jnp.maximum(primitives.all_reduce(ReduceOp.SUM, number, num_replicas), 1)).astype(dtype)
 
 
 def check_axis(axis: object) -> None:
@@ -175,7 +175,7 @@ def _(value: PerReplica, axis: int, num_replicas: int) -> jax.Array:
     return jnp.moveaxis(data, 0, dim).reshape(*shape[:dim], num_replicas * shape[dim], *shape[dim + 1 :])
 
 
-def _reduce_global(op: ReduceOp, data: jax.Array, axis: Axis, rows: Rows | None) -> jax.Array:
+def _reduce_global(op: ReduceOp, data: jax.Array, axis: Axis, rows: ComponentSizes | None) -> jax.Array:
     dims = _dims(axis, data.ndim - 1)
     reduced = (0, *(d + 1 for d in dims))
     dtype, data = dtype_of(op, data.dtype), term(op, data)
@@ -204,7 +204,7 @@ def _mean_where_rows(data: jax.Array, has_rows: np.ndarray) -> jax.Array:
     return (total / max(1, int(has_rows.sum()))).astype(dtype_of(ReduceOp.MEAN, data.dtype))
 
 
-def _of_one(op: ReduceOp, value: Any) -> Any:
+def _of_one(op: ReduceOp, value: PyTree) -> PyTree:
     """Returns the reduction of a single value: the value itself, unless the dtypes differ."""
     array = primitives.to_array(value)
     dtype = dtype_of(op, array.dtype)

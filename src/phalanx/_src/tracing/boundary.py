@@ -35,6 +35,7 @@ def combine(entries: Sequence[Entry], rows: ReplicaRows | None) -> list[Any]:
         # An all-reduce does not sum bools.
         x = entry.value.astype(jnp.int32) if entry.value.dtype == jnp.bool_ else entry.value
         if entry.policy.combine is Combine.MEAN:
+            # Replicas with more rows know more about a moving average.
             prepared.append(parts_of_mean(x, *_weight(rows, x.dtype)))
         else:
             # The sum of replica 0's value and zeros is a broadcast, and it can share a buffer with the other sums.

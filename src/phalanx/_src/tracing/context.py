@@ -4,7 +4,7 @@
 The state is in a context variable, so a scope that one thread enters does not affect other threads.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -38,7 +38,6 @@ class ReplicaContext:
       strategy: the strategy that runs the function.
       replica_id_in_sync_group: int32 scalar, traced. Number of this replica, from 0.
       batches: the rows of this replica of each batch among the arguments of which replicas have different numbers of rows.
-      gathered: function of the size of a dim that is gathered next. Returns its size on each replica, or None if they are equal.
 
     Raises:
       InvalidArgumentError: `strategy` is not a strategy, the number is out of range, or `batches` is not a tuple of rows of a replica.
@@ -58,7 +57,6 @@ class ReplicaContext:
         strategy: AbstractStrategy,
         replica_id_in_sync_group: Any,
         batches: tuple[ReplicaRows, ...] = (),
-        gathered: Callable[[int], Sequence[int] | None] | None = None,
     ) -> None:
         check_strategy("strategy", strategy, "phalanx.get_replica_context()")
         is_id = isinstance(replica_id_in_sync_group, jax.Array) and not replica_id_in_sync_group.shape
@@ -74,9 +72,7 @@ class ReplicaContext:
             raise InvalidArgumentError(
                 f"batches={shown(batches)}", "must be a tuple of the rows of this replica.", "leave `batches` out"
             )
-        if gathered is not None:
-            arguments.function("gathered", gathered, "leave `gathered` out")
-        self._strategy, self._id, self._batches, self._gathered = strategy, replica_id_in_sync_group, batches, gathered
+        self._strategy, self._id, self._batches = strategy, replica_id_in_sync_group, batches
 
     @property
     def strategy(self) -> AbstractStrategy:
@@ -221,7 +217,8 @@ class ReplicaContext:
         """
         self._require("all_gather")
         checked_options(options)
-        return primitives.all_gather(value, axis, self.num_replicas_in_sync, self._gathered)
+        sizes_of = self._batches[0].gathered if self._batches else None
+        return primitives.all_gather(value, axis, self.num_replicas_in_sync, sizes_of)
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: PyTree = (), kwargs: dict[str, Any] | None = None

@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from phalanx._src import compat
 from phalanx._src.compat import Variable
-from phalanx._src.mesh.values import Rows
+from phalanx._src.mesh.values import ComponentSizes
 from phalanx._src.tracing import draws, markers
 from phalanx._src.tracing.draws import AbstractIterator, Draw
 from phalanx._src.tracing.policy import Policy, describe, policy_of
@@ -74,7 +74,7 @@ class Discovery(Notes):
       updates: optimizer updates that run after the program, without their gradients.
       sizes: for a `Strategy.run` whose replicas have different numbers of rows, per result, the sizes of its components, or None.
       steps: for a `Strategy.run` of several steps, the number of steps that its arguments are stacked for; else None.
-      plan: for such a `Strategy.run`, the program of a replica: a `programs.own_rows.Plan`. None if replicas compute padding too.
+      plan: for such a `Strategy.run`, the program of a replica: a `programs.own_rows.DividedProgram`. None if replicas compute padding too.
       eager: whether the function is executed with real values instead of compiled.
     """
 
@@ -87,7 +87,7 @@ class Discovery(Notes):
     has_tapes: bool
     has_callback: bool
     updates: list[Update]
-    sizes: tuple[Rows | None, ...] = ()
+    sizes: tuple[ComponentSizes | None, ...] = ()
     steps: int | None = None
     plan: Any = None
     eager: bool = False

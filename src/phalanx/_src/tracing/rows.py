@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows that one replica has of a batch, where replicas have different numbers of rows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from phalanx._src.typed_jax import optimization_barrier
 from phalanx.typing import PyTree
 
 
@@ -22,12 +22,14 @@ class ReplicaRows:
       replica: the number of this replica, a traced int32.
       places: number of rows of the arrays of this replica.
       is_padded: whether the arrays may have padding after the rows of this replica.
+      gathered: function of the size of the dim that is gathered next. Returns its size on each replica, or None if they are equal.
     """
 
     counts: Sequence[int]
     replica: jax.Array
     places: int
     is_padded: bool = False
+    gathered: Callable[[int], Sequence[int] | None] | None = None
 
     @property
     def total(self) -> int:
@@ -40,7 +42,7 @@ class ReplicaRows:
         return sum(count > 0 for count in self.counts)
 
     @property
-    def number(self) -> Any:
+    def number(self) -> PyTree:
         """Number of rows of this replica."""
         return self.places if self.is_exact else jnp.asarray(self.counts)[self.replica]
 
@@ -56,19 +58,21 @@ class ReplicaRows:
 
     @property
     def mask(self) -> jax.Array | None:
-        """Which rows of the arrays are real: a bool array (places,). None if the arrays have no padding."""
+        """A bool array (places,), True for real rows of the arrays. None if the arrays have no padding."""
         return jnp.arange(self.places) < self.number if self.is_padded else None
 
     @property
-    def weight(self) -> Any:
+    def weight(self) -> PyTree:
         """The fraction of the rows of the global batch that this replica has."""
         return self.number / max(1, self.total)
 
     @staticmethod
     def staged(value: PyTree) -> PyTree:
         """Returns numbers and arrays as values of the trace. JAX would replace the sum of a constant over the replicas by a multiple."""
-        return jax.tree.map(lambda x: x if isinstance(x, jax.core.Tracer) else jnp.copy(x), value)
+        return jax.tree.map(
+            lambda x: x if isinstance(x, jax.core.Tracer) else optimization_barrier(jnp.asarray(x)), value
+        )
 
-    def with_rows(self, value: jax.Array, otherwise: Any = 0) -> jax.Array:
+    def with_rows(self, value: jax.Array, otherwise: PyTree = 0) -> jax.Array:
         """Returns `value` if this replica has rows, else `otherwise`."""
         return value if self.has_rows is None else jnp.where(self.has_rows, value, otherwise)

@@ -2,6 +2,8 @@
 """The scope of a traced function: its variables, gradients, means over rows, batches and records."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -254,6 +256,10 @@ class LiftScope(VariableScope):
     @override
     def gathered(self, tree: PyTree) -> PyTree:
         return context.require_replica().all_gather(tree, axis=0)
+
+    @override
+    def whole_batch(self) -> AbstractContextManager[None]:
+        return context.enter(replace(context.current(), averaging=False))
 
     @override
     def share_of_loss(self, total: jax.Array, count: jax.Array | None) -> jax.Array:

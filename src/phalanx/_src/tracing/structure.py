@@ -12,7 +12,7 @@ import numpy as np
 from jax.tree_util import tree_flatten
 
 from phalanx._src.mesh.arrays import as_number, copied, map_named
-from phalanx._src.mesh.values import Mirrored, PerReplica, Rows, is_distributed
+from phalanx._src.mesh.values import ComponentSizes, Mirrored, PerReplica, is_distributed
 from phalanx.errors import InputError, TraceError, shown
 from phalanx.typing import PyTree
 
@@ -38,8 +38,8 @@ class _PerReplica(NamedTuple):
       batch: the sizes of the components of its batch. None if they are equal.
     """
 
-    rows: Rows | None
-    batch: Rows | None
+    rows: ComponentSizes | None
+    batch: ComponentSizes | None
 
     def join(self, arrays: Iterator[Any], streams: Sequence[AbstractStream]) -> PyTree:
         return PerReplica(next(arrays), self.rows, self.batch)
