@@ -102,7 +102,7 @@ class EpochData:
         self._done, self._random = 0, numpy_state()
         # The same before the present group of steps, for a group that fails.
         self._before: tuple[int, State] = (0, {})
-        self._is_open = False  # Whether Keras's adapter is within an epoch.
+        self._open: Any = None  # The adapter that is within an epoch.
         self._restored: State | None = None
         batched = _batched(strategy, x, data)
         self._dataset = self._of_keras(strategy, x, steps, data) if batched is None else batched
@@ -128,7 +128,10 @@ class EpochData:
             is_in_memory=in_memory,
         )
         source = BatchStream(adapter.get_numpy_iterator, facts, copies=True)
-        return strategy.experimental_distribute_dataset(source)
+        # Data that is told of the end of an epoch may read the next epoch differently, so nothing of it is read before.
+        is_read_ahead = steps is None or not compat.has_epoch_hooks(adapter)
+        options = InputOptions() if is_read_ahead else InputOptions(experimental_per_replica_buffer_size=0)
+        return strategy.experimental_distribute_dataset(source, options)
 
     @property
     def num_batches(self) -> int | None:
@@ -139,11 +142,12 @@ class EpochData:
     @property
     def element_spec(self) -> PyTree:
         """Shapes and dtypes of a batch: a pytree of `jax.ShapeDtypeStruct`."""
-        if not compat.is_array_adapter(self._adapter):
+        if not compat.has_epochs(self._adapter):
             return self._dataset.next_spec
-        # Keras reads one batch to build the model, which draws one random order of the rows. Do the same, so that the epochs
-        # have the same orders as in Keras.
-        batch = next(iter(self._adapter.get_numpy_iterator()), None)
+        # Keras begins an epoch to build the model, reads one batch, and ends the epoch. That draws one random order of the rows. Do
+        # the same, so that the epochs have the same orders as in Keras. `restart` ends the epoch.
+        self._open_epoch(compat.separate(self._adapter))
+        batch = next(iter(self._open.get_numpy_iterator()), None)
         if batch is None:
             raise InputError(
                 "fit, evaluate or predict on data without rows",
@@ -153,7 +157,14 @@ class EpochData:
         return jax.tree.map(lambda x: shape_dtype(x.shape, x.dtype), batch)
 
     def restart(self) -> None:
-        """Makes the next epoch begin with the first batch, unless the data can be read only once."""
+        """Makes the next epoch begin with the first batch, unless the data can be read only once.
+
+        As in Keras, this ends an epoch of the data even if none has begun: some data is shuffled by that.
+        """
+        if self._reading is not None:
+            self._reading.stop_reading()
+        self._open = self._open or self._adapter
+        self._close_epoch()
         if not compat.goes_on(self._adapter):
             self._iterator = None
 
@@ -168,9 +179,7 @@ class EpochData:
             # Here, because an elastic group can lose a process from now on.
             self._dataset.require_same()
             self._is_checked = True
-        if self._adapter is not None:
-            self._adapter.on_epoch_begin()
-            self._is_open = True
+        self._open_epoch(self._adapter)
         # With `steps_per_epoch`, an epoch continues where the last one ended, and starts over at the end of the data.
         restored = self._resume()
         goes_on, self._iterator = self._iterator, None
@@ -200,10 +209,15 @@ class EpochData:
         self._done, self._reading = 0, self._iterator
         self._close_epoch()
 
+    def _open_epoch(self, adapter: Any) -> None:
+        if adapter is not None:
+            adapter.on_epoch_begin()
+            self._open = adapter
+
     def _close_epoch(self) -> None:
-        if self._is_open:
-            self._is_open = False
-            self._adapter.on_epoch_end()
+        adapter, self._open = self._open, None
+        if adapter is not None:
+            adapter.on_epoch_end()
 
     def _new_iterator(self) -> DistributedIterator:
         self._random = numpy_state()

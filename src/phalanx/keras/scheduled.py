@@ -171,7 +171,7 @@ class WorkersData:
         self._dataset: PerWorkerDataset = dataset_fn if is_made else coordinator.create_per_worker_dataset(make_dataset)
         self._coordinator, self.num_batches = coordinator, num_steps
         self._iterator: Any = iter(self._dataset)
-        self._is_within = False
+        self._is_within = self._is_read = False
 
     @property
     def element_spec(self) -> PyTree:
@@ -180,7 +180,8 @@ class WorkersData:
 
     def restart(self) -> None:
         """Makes the next epoch begin with the first batch of each worker."""
-        self._iterator = iter(self._dataset)
+        if self._is_read:
+            self._iterator, self._is_read = iter(self._dataset), False
 
     is_within_epoch = False
 
@@ -199,7 +200,7 @@ class WorkersData:
 
     def epoch(self) -> Iterator[tuple[int, list[tuple[Any, int]]]]:
         """Yields the steps of one epoch. Each has an iterator as its batch, from which the worker takes its next batch."""
-        self._is_within = True
+        self._is_within = self._is_read = True
         for step in range(self.num_batches):
             yield step, [(self._iterator, 1)]
         self._is_within = False

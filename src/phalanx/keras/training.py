@@ -111,6 +111,7 @@ class ModelTrainer:
                     validation_data, validation_batch_size or batch_size, validation_steps
                 )
             self._build(data, "train")
+            data.restart()
             progress = FitProgress(data, validation, self._topology, self._settle)
             self._training = training = training_of(self._strategy, progress)
             if training is not None and training.is_over:
@@ -352,8 +353,8 @@ class ModelTrainer:
     def _evaluate(self, data: EpochData, callbacks: CallbackList, interrupts: Interrupts) -> PyTree:
         model = self._model
         model.stop_evaluating = False
-        callbacks.on_test_begin()
         data.restart()
+        callbacks.on_test_begin()
         model.reset_metrics()
         logs = self._epoch(data, self._test, callbacks, "test", interrupts)
         with interrupts.held():
@@ -427,6 +428,7 @@ class ModelTrainer:
             if only_model:
                 x, _, _ = compat.unpacked(spec)
                 compat.build_layers(model, x)
+                data.restart()
             else:
                 compat.build(model, spec, has_own_step=steps.has_own(model, kind))
 

@@ -6,7 +6,7 @@ from fractions import Fraction
 import keras
 import numpy as np
 import pytest
-from twins import FIT, X, Y, compiled, failing_after, same, same_state, state, twins, under
+from twins import FIT, X, Y, compiled, failing_after, mlp, same, same_state, state, twins, under
 
 import phalanx
 from phalanx.errors import InputError, InvalidArgumentError
@@ -85,6 +85,69 @@ def test_epochs_of_an_endless_dataset(strategy):
     """Between two epochs Keras's threads rest, and nothing is read ahead from them."""
     data = EpochData(strategy, Endless(workers=2, max_queue_size=2), steps=2, group=1, shuffle=False)
     assert [sum(len(parts) for _, parts in data.epoch()) for _ in range(20)] == [2] * 20
+
+
+class Told(keras.utils.PyDataset):
+    """Six batches. Draws another order of its rows when an epoch begins, and again when one ends. Records all calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self._random, self._order = [], np.random.default_rng(0), None
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        self.calls.append(index)
+        rows = self._order[16 * index : 16 * index + 16]
+        return X[rows], Y[rows]
+
+    def on_epoch_begin(self):
+        self.calls.append("begin")
+        self._order = self._random.permutation(96)
+
+    def on_epoch_end(self):
+        self.calls.append("end")
+        self._order = self._random.permutation(96)
+
+
+def unbuilt():
+    return keras.Sequential([keras.layers.Dense(3)])
+
+
+@pytest.mark.parametrize("model", [mlp, unbuilt])
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({}, id="whole epochs"),
+        pytest.param({"validation_data": Told}, id="epochs of the validation"),
+        pytest.param({"steps_per_epoch": 3}, id="an epoch ends before the data"),
+    ],
+)
+def test_dataset_hears_of_epochs_as_in_keras(strategy, model, options):
+    """The functions of a dataset are called in the order in which Keras calls them, so a dataset that shuffles itself does the same."""
+    results = []
+    for one in twins(strategy, compiled(model)):
+        data, given = [Told()], dict(options)
+        if "validation_data" in given:
+            given["validation_data"] = Told()
+            data.append(given["validation_data"])
+        history = one.fit(data[0], epochs=2, shuffle=False, verbose=0, **given).history
+        results.append((history, [each.calls for each in data]))
+    assert results[0][1] == results[1][1]
+    same(results[0][0], results[1][0])
+
+
+@pytest.mark.parametrize("method", ["evaluate", "predict"])
+def test_dataset_without_training_hears_of_epochs(strategy, method):
+    """A model that must be built reads one batch in an epoch of its own."""
+    ours, theirs = twins(strategy, compiled(unbuilt))
+    calls = []
+    for one in (ours, theirs):
+        data = Told()
+        getattr(one, method)(data, verbose=0)
+        calls.append(data.calls)
+    assert calls[0] == calls[1]
 
 
 def test_steps_begin_again_where_the_data_ended(strategy):

@@ -22,6 +22,9 @@ from keras.src.trainers.data_adapters.data_adapter import DataAdapter as _DataAd
 from keras.src.trainers.data_adapters.generator_data_adapter import (
     GeneratorDataAdapter as _GeneratorDataAdapter,
 )
+from keras.src.trainers.data_adapters.py_dataset_adapter import (
+    PyDatasetAdapter as _PyDatasetAdapter,
+)
 from keras.src.trainers.trainer import Trainer as _Trainer
 from keras.src.utils.python_utils import is_default as _is_default
 from keras.src.utils.python_utils import pythonify_logs as _pythonify_logs
@@ -125,6 +128,29 @@ def build(model: keras.Model, batch: PyTree, *, has_own_step: bool) -> None:
 def is_array_adapter(adapter: _DataAdapter | None) -> bool:
     """Whether a data adapter reads arrays in memory."""
     return isinstance(adapter, _ArrayDataAdapter)
+
+
+def has_epochs(adapter: _DataAdapter | None) -> bool:
+    """Whether each epoch of a data adapter reads the data from its beginning, so that one batch can be read beforehand."""
+    return isinstance(adapter, (_ArrayDataAdapter, _PyDatasetAdapter))
+
+
+def separate(adapter: _DataAdapter) -> _DataAdapter:
+    """Returns an adapter of the same data, of whose first batches `adapter` loses none.
+
+    The threads of a `PyDataset` keep what they have read for the next epoch of their adapter.
+    """
+    if not isinstance(adapter, _PyDatasetAdapter):
+        return adapter
+    return _PyDatasetAdapter(adapter.py_dataset, class_weight=adapter.class_weight, shuffle=adapter.shuffle)
+
+
+def has_epoch_hooks(adapter: _DataAdapter) -> bool:
+    """Whether the data of an adapter has a function that is called at the beginning or the end of each epoch."""
+    if not isinstance(adapter, _PyDatasetAdapter):
+        return False
+    kind, base = type(adapter.py_dataset), keras.utils.PyDataset
+    return kind.on_epoch_begin is not base.on_epoch_begin or kind.on_epoch_end is not base.on_epoch_end
 
 
 def goes_on(adapter: _DataAdapter | None) -> bool:

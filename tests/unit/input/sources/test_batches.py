@@ -76,7 +76,7 @@ def test_facts_of_batches_in_memory():
 class Squares(keras.utils.PyDataset):
     def __init__(self):
         super().__init__()
-        self.asked, self.ends = [], 0
+        self.asked = []
 
     def __len__(self):
         return 3
@@ -85,19 +85,22 @@ class Squares(keras.utils.PyDataset):
         self.asked.append(i)
         return np.full((2, 2), i), np.array([i, i])
 
+    def on_epoch_begin(self):
+        self.asked.append("begin")
+
     def on_epoch_end(self):
-        self.ends += 1
+        self.asked.append("end")
 
 
 def test_py_dataset_keeps_order_and_epochs():
-    """Its `on_epoch_end` is called. Batches before a restored position are not read."""
+    """Its `on_epoch_begin` and `on_epoch_end` are called around the reads. Batches before a restored position are not read."""
     dataset = Squares()
     source = source_of(dataset)
     assert source.facts.num_batches == 3
     assert rows_of(take([source.open(InputWorker(), DATA, None)])) == [[0, 0]] * 2 + [[1, 1]] * 2 + [[2, 2]] * 2
-    assert (dataset.asked, dataset.ends) == ([0, 1, 2], 1)
+    assert dataset.asked == ["begin", 0, 1, 2, "end"]
     take([source.open(InputWorker(), DATA, {"batches": 2})])
-    assert dataset.asked == [0, 1, 2, 2]
+    assert dataset.asked[5:] == ["begin", 2, "end"]
 
 
 def test_generator_that_writes_into_one_array():

@@ -40,6 +40,7 @@ class BatchSequence(AbstractSource):
       batches: an object with `len` and `[]`, for example a list or a Keras `PyDataset`.
       facts: what is known about the batches.
       drop_remainder: whether to drop batches that are shorter than an earlier one.
+      at_begin: called before the first batch of a pass is read.
       at_end: called at the end of a pass.
     """
 
@@ -49,9 +50,11 @@ class BatchSequence(AbstractSource):
         facts: Facts,
         *,
         drop_remainder: bool = False,
+        at_begin: Callable[[], object] = lambda: None,
         at_end: Callable[[], object] = lambda: None,
     ) -> None:
-        self._batches, self._drop, self._at_end = batches, drop_remainder, at_end
+        self._batches, self._drop = batches, drop_remainder
+        self._at_begin, self._at_end = at_begin, at_end
         self._facts = dataclasses.replace(facts, is_borrowed=True)
 
     @property
@@ -62,17 +65,22 @@ class BatchSequence(AbstractSource):
     @override
     def open(self, worker: InputWorker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
         start = check_count(state_entry(state, "batches", 0), "batch", len(self._batches))
-        return _BatchReader(_Counted(self._batches, self._at_end, start), worker, start, drop_remainder=self._drop)
+        batches = _Counted(self._batches, self._at_begin, self._at_end, start)
+        return _BatchReader(batches, worker, start, drop_remainder=self._drop)
 
 
 class _Counted(Iterator[Any]):
-    """Iterates over the batches from `start`, and calls `at_end` after the last."""
+    """Iterates over the batches from `start`. Calls `at_begin` before the first one is read, and `at_end` after the last."""
 
-    def __init__(self, batches: Sequence[Any], at_end: Callable[[], object], start: int) -> None:
-        self._batches, self._at_end, self._next = batches, at_end, start
+    def __init__(
+        self, batches: Sequence[Any], at_begin: Callable[[], object], at_end: Callable[[], object], start: int
+    ) -> None:
+        self._batches, self._at_begin, self._at_end, self._next = batches, at_begin, at_end, start
 
     @override
     def __next__(self) -> PyTree:
+        at_begin, self._at_begin = self._at_begin, lambda: None
+        at_begin()
         if self._next >= len(self._batches):
             at_end, self._at_end = self._at_end, lambda: None
             at_end()

@@ -17,7 +17,9 @@ def convert(dataset: Any, batching: Batching, keras: Any) -> AbstractSource | No
     count, drop = dataset.num_batches, batching.drop_remainder
     facts = Facts(num_batches=INFINITE if count is None else count, is_full=drop)
     batches = _PyBatches(dataset, sys.maxsize if count is None else count)
-    return BatchSequence(batches, facts, drop_remainder=drop, at_end=dataset.on_epoch_end)
+    return BatchSequence(
+        batches, facts, drop_remainder=drop, at_begin=dataset.on_epoch_begin, at_end=dataset.on_epoch_end
+    )
 
 
 class _PyBatches(Sequence[Any]):
