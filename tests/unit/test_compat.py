@@ -523,6 +523,19 @@ def test_accumulators_of_an_optimizer():
     assert list(map(compat.accumulation_steps, [optimizer, *others])) == [2, None, None]
 
 
+def test_optimizer_knows_its_variables():
+    """`_check_variables_are_known` looks for `_var_key` in `_trainable_variables_indices`; `_untrack_variable` forgets a slot."""
+    known, unknown = keras.Variable(np.ones(2)), keras.Variable(np.ones(2))
+    optimizer = keras.optimizers.SGD(1.0, momentum=0.9)
+    optimizer.build([known])
+    assert optimizer._trainable_variables_indices == {optimizer._var_key(known): 0}
+    optimizer._check_variables_are_known([known])
+    with pytest.raises(ValueError, match="Unknown variable"):
+        optimizer._check_variables_are_known([unknown])
+    optimizer._untrack_variable(optimizer.momentums[0])
+    assert [v.shape for v in optimizer._variables] == [(), ()]
+
+
 def test_updates_of_an_optimizer_are_counted():
     """`_iterations` counts the calls, of which several make one update if gradients are accumulated."""
     for steps, due in ((None, [2, 5, 8, 11]), (2, [4, 10])):

@@ -102,7 +102,7 @@ class EpochData:
         self._done, self._random = 0, numpy_state()
         # The same before the present group of steps, for a group that fails.
         self._before: tuple[int, State] = (0, {})
-        self._open: Any = None  # The adapter that is within an epoch.
+        self._open: PyTree = None  # The adapter that is within an epoch.
         self._restored: State | None = None
         batched = _batched(strategy, x, data)
         self._dataset = self._of_keras(strategy, x, steps, data) if batched is None else batched
@@ -209,7 +209,7 @@ class EpochData:
         self._done, self._reading = 0, self._iterator
         self._close_epoch()
 
-    def _open_epoch(self, adapter: Any) -> None:
+    def _open_epoch(self, adapter: PyTree) -> None:
         if adapter is not None:
             adapter.on_epoch_begin()
             self._open = adapter

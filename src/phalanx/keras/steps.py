@@ -168,11 +168,13 @@ def _takes(step: Callable[..., Any], count: int) -> bool:
 
 def _stateless_train(model: keras.Model, step: Callable[..., Any], batch: PyTree) -> PyTree:
     """Runs a stateless `train_step` on the current values, assigns the state that it returns, and returns its logs."""
-    groups = [model.trainable_variables, model.non_trainable_variables, model.optimizer.variables]
-    groups.append(model.metrics_variables)
     scope = program_scope()
     known = scope.aggregations
-    logs, (trained, rest, slots, metrics) = step(_values(groups), batch)
+    # Keras matches values to variables by their order, so the optimizer must not show variables that have been frozen since.
+    with compat.restricted(model.optimizer, model.trainable_variables):
+        groups = [model.trainable_variables, model.non_trainable_variables, model.optimizer.variables]
+        groups.append(model.metrics_variables)
+        logs, (trained, rest, slots, metrics) = step(_values(groups), batch)
     if scope.aggregations == known:
         _refuse(step, groups[0], trained)
     # These values are equal on all replicas because the gradients were aggregated, so they need no aggregation now.

@@ -136,7 +136,7 @@ class ModelTrainer:
                 finally:
                     # Replaces the weights by their moving averages if the optimizer has `use_ema`, as Keras does.
                     if epochs > 0 and model.optimizer is not None:
-                        model.optimizer.finalize_variable_values(model.trainable_weights)
+                        compat.finalize(model.optimizer, model.trainable_weights)
                 self._warn_of_no_synchronization()
                 hooks.on_train_end(logs=logs)
         background.wait()  # A callback may have saved. Whoever gets the history can rely on it.

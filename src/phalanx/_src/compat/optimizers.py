@@ -2,7 +2,6 @@
 """Keras optimizers: their variables, and the methods through which gradients reach them."""
 
 import functools
-import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -25,8 +24,12 @@ _R = TypeVar("_R")
 
 def learning_rate_of(optimizer: keras.optimizers.Optimizer) -> object:
     """Returns the object that determines the learning rate: a variable, a schedule or a function."""
-    inner = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
-    return inner._learning_rate
+    return inner_of(optimizer)._learning_rate
+
+
+def inner_of(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
+    """Returns the optimizer that updates the variables: the inner one of a loss-scaling optimizer."""
+    return optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
 
 
 def accumulation_steps(optimizer: keras.optimizers.Optimizer) -> int | None:
@@ -41,7 +44,7 @@ def accumulation_steps(optimizer: keras.optimizers.Optimizer) -> int | None:
 def accumulators(optimizer: keras.optimizers.Optimizer, variables: Sequence[Variable] | None) -> list[Variable]:
     """Returns the variables that hold the accumulated gradients of `variables`."""
     build_optimizer(optimizer, variables)
-    trained = optimizer._trainable_variables if variables is None else variables
+    trained = trained_by(optimizer, variables)
     return [optimizer._accumulated_gradients[optimizer._get_variable_index(v)] for v in trained]
 
 
@@ -85,18 +88,23 @@ def restricted(optimizer: keras.optimizers.Optimizer, variables: Sequence[Variab
 
     The slots of all other variables are hidden. Slots without a variable, such as `iterations`, stay.
     """
-    one = optimizer.inner_optimizer if isinstance(optimizer, keras.optimizers.LossScaleOptimizer) else optimizer
+    one = inner_of(optimizer)
+    if not hasattr(one, "_trainable_variables"):  # It is not built yet.
+        yield
+        return
     ids = set(map(id, variables))
-    is_kept = [id(v) in ids for v in one._trainable_variables]
-    parts = {
-        "_trainable_variables": itertools.compress(one._trainable_variables, is_kept),
+    trained = [v for v in one._trainable_variables if id(v) in ids]
+    parts: dict[str, PyTree] = {
+        "_trainable_variables": trained,
+        "_trainable_variables_indices": {one._var_key(v): one._get_variable_index(v) for v in trained},
         "_variables": [s for s in one._variables if reference_of(s) is None or id(reference_of(s)) in ids],
     }
     if one.use_ema:
-        parts["_model_variables_moving_average"] = itertools.compress(one._model_variables_moving_average, is_kept)
+        pairs = zip(one._trainable_variables, one._model_variables_moving_average, strict=True)
+        parts["_model_variables_moving_average"] = [average for v, average in pairs if id(v) in ids]
     attributes = vars(one).copy()
     # Through `vars`, because Keras's `Optimizer.__setattr__` would track the new lists as new variables.
-    vars(one).update({name: list(part) for name, part in parts.items()})
+    vars(one).update(parts)
     try:
         yield
     finally:
@@ -118,7 +126,13 @@ def reference_of(slot: Variable) -> Variable | None:
 
 
 def trained_by(optimizer: keras.optimizers.Optimizer, variables: Sequence[Variable] | None) -> tuple[Variable, ...]:
-    """Returns the variables that `optimizer.apply(grads, variables)` updates. None stands for all that it was built with."""
+    """Returns the variables that `optimizer.apply(grads, variables)` updates. None stands for all that it was built with.
+
+    Raises:
+      VariableError: the optimizer was built without one of them.
+    """
+    if variables is not None and optimizer.built:
+        optimizer._check_variables_are_known(variables)
     return tuple(optimizer._trainable_variables if variables is None else variables)
 
 

@@ -29,6 +29,7 @@ from keras.src.trainers.trainer import Trainer as _Trainer
 from keras.src.utils.python_utils import is_default as _is_default
 from keras.src.utils.python_utils import pythonify_logs as _pythonify_logs
 
+from phalanx._src.compat.frozen import train_unfrozen
 from phalanx._src.compat.hooks import extend
 from phalanx._src.compat.optimizers import build_optimizer
 from phalanx._src.compat.scope import lift_scope
@@ -114,6 +115,8 @@ def build(model: keras.Model, batch: PyTree, *, has_own_step: bool) -> None:
       batch: pytree of arrays or `jax.ShapeDtypeStruct` with the shapes of a global batch.
       has_own_step: whether the model has a custom step.
     """
+    if not has_own_step:
+        train_unfrozen(model)
     try:
         if not has_own_step or type(model).call is not keras.Model.call:
             model._symbolic_build(data_batch=batch)

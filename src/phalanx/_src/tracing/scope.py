@@ -83,8 +83,9 @@ class LiftScope(VariableScope):
         accumulates = compat.accumulation_steps(optimizer) and not self._free_writes
         # With one replica too, because a process that joins a group begins alone.
         accumulators = compat.accumulators(optimizer, variables) if accumulates else []
-        # Each replica adds up its own gradients, so that they are all-reduced once per update instead of once per step.
-        compat.make_on_demand(accumulators, "sum")
+        # Each replica adds up its own gradients, so that they are all-reduced once per update instead of once per step. This holds
+        # for all that the optimizer has, because another step may train variables that this one does not.
+        compat.make_on_demand(compat.accumulators(optimizer, None) if accumulates else [], "sum")
         if accumulates and num_replicas() > 1:
             grads = self._accumulate(optimizer, _weight(grads), variables, accumulators)
         elif strategy.compression is not None and not self._free_writes:
