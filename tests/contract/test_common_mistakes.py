@@ -198,19 +198,19 @@ def test_a_loss_after_the_tape(strategy):
 
 
 def test_a_target_network(strategy):
-    """Its weights are refused as trainable ones; the error names the line that makes it a copy."""
+    """It follows other weights, which are equal on all replicas. Rows of a batch are not; the error names the line that averages them."""
     with strategy.scope():
         online, target = (keras.layers.Dense(2) for _ in range(2))
         online.build((None, 3))
         target.build((None, 3))
     wanted = 0.9 * target.kernel.numpy() + 0.1 * online.kernel.numpy()
 
-    def follow():
+    def follow(scale):
         for copy, weight in zip(target.weights, online.weights, strict=True):
-            copy.assign(0.9 * copy + 0.1 * weight)
+            copy.assign(0.9 * copy + 0.1 * weight * scale)
 
+    scales = strategy.experimental_distribute_values_from_function(lambda _: np.float32(1))
     with pytest.raises(AggregationError, match=r"HINT: .*variable.trainable = False if no optimizer trains it"):
-        strategy.run(follow)
-    target.trainable = False
-    strategy.run(follow)
+        strategy.run(follow, args=(scales,))
+    strategy.run(follow, args=(1.0,))
     np.testing.assert_allclose(target.kernel.numpy(), wanted, rtol=1e-6)

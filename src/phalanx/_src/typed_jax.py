@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from typing import Protocol, TypeVar
 
 import jax
-from jax import lax
+from jax import ad_checkpoint, lax
 from jax.experimental import layout
 from jax.experimental.layout import Layout
 from jax.extend import core as jex
@@ -41,6 +41,9 @@ pmin: Callable[[jax.Array, str], jax.Array] = lax.pmin
 
 pmax: Callable[[jax.Array, str], jax.Array] = lax.pmax
 """Returns the largest of an array's values over a mesh axis."""
+
+checkpoint_name: Callable[[jax.Array, str], jax.Array] = ad_checkpoint.checkpoint_name
+"""Returns an array as it is, from `(array, name)`. The trace has an operation with the name."""
 
 optimization_barrier: _Wait = lax.optimization_barrier
 """Returns arrays as they are, but XLA moves no operation from one side of the call to the other."""

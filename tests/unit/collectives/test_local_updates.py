@@ -329,12 +329,15 @@ def test_constraints_hold_after_a_synchronization(local_updates):
 
 
 def test_replicas_hold_weights_of_their_own():
-    """Each device holds a whole one, also before it is read. Optimizers alone write them: nothing else is synchronized."""
+    """Each device holds a whole one, also before it is read. They are written by optimizers, and changed by equal increments."""
     training = Training(LocalSGD(3)).go(1)
     held = training.strategy.held(training.kernel)
     assert [(part.place, part.num_bytes) for part in held] == [("cpu:0", 4 * WIDTH), ("cpu:1", 4 * WIDTH)]
+    before = training.kernel.numpy()
     with pytest.raises(AggregationError, match="the variable is trainable"):
-        training.strategy.run(lambda: training.kernel.assign_sub(keras.ops.ones((WIDTH, 1))))
+        training.strategy.run(lambda: training.kernel.assign_sub(keras.random.normal((WIDTH, 1))))
+    training.strategy.run(lambda: training.kernel.assign_sub(keras.ops.ones((WIDTH, 1))))
+    np.testing.assert_allclose(training.kernel.numpy(), before - 1, atol=1e-6)
 
 
 def test_accumulated_gradients_are_local():

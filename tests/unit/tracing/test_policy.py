@@ -156,10 +156,10 @@ def test_second_step_continues(strategy):
 
 @pytest.mark.parametrize("write", ["assign", "assign_add", "assign_sub"])
 def test_trainable_without_aggregation_is_refused(strategy, write):
-    """The message names the variable and both remedies, which work; nothing was changed."""
+    """A value that may differ is refused. The message names the variable and the remedies, which work; nothing was changed."""
     v = make(strategy, "auto", "none", trainable=True)
     with pytest.raises(AggregationError, match=r"assign to variable 'v' \(\) float32 in replica context") as e:
-        strategy.run(lambda: getattr(v, write)(1.0))
+        strategy.run(lambda: getattr(v, write)(replica_id()))
     assert 'aggregation="mean"' in e.value.hint
     assert "merge_call" in e.value.hint
     assert v.numpy() == 10

@@ -3,7 +3,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -11,8 +11,9 @@ import jax
 import keras
 
 from phalanx._src import compat
-from phalanx._src.tracing import markers, slips
+from phalanx._src.tracing import equality, markers, slips
 from phalanx._src.tracing.discovery import Discovery, DiscoveryMismatch, Entry, Executing, Tracing
+from phalanx._src.tracing.policy import policy_of, refuse_write
 from phalanx._src.tracing.records import Record
 from phalanx._src.tracing.scope import LiftScope
 from phalanx._src.tracing.structure import Parts, Structure
@@ -115,16 +116,23 @@ def trace(
 ) -> Discovery:
     """Traces `fn(scope, *args)`.
 
-    Traces it a second time if a tape computes the gradient of a target that does not depend on the source.
+    Traces it a second time if a tape computes the gradient of a target that does not depend on the source, or if a replica assigns
+    weights that may differ between replicas, so that the error comes from the assignment.
 
     Args:
       fn: the function to trace.
       *args: the arguments after the scope.
       named: the user's function that `fn` calls. JAX names it if a value leaks.
-      mapped: whether `fn` is the program of one of several replicas.
+      mapped: whether `fn` is the program of one of several replicas, whose arguments are those that differ, and those that do not.
       is_eager: whether `fn` will be executed with real values.
+
+    Raises:
+      AggregationError: a replica assigns weights that may differ between replicas.
     """
     discovery = _traced_once(fn, None, *args, named=named, mapped=mapped, is_eager=is_eager)
+    if mapped and discovery.equal and (refused := _unequal(discovery, *args)):
+        _traced_once(fn, None, *args, named=named, mapped=mapped, is_eager=is_eager, refused=refused)
+        raise refuse_write(min(refused))
     if all(map(all, discovery.connected)):
         return discovery
     return _traced_once(fn, discovery.connected, *args, named=named, mapped=mapped, is_eager=is_eager)
@@ -137,12 +145,13 @@ def _traced_once(
     named: Callable[..., Any] | None,
     mapped: bool,
     is_eager: bool,
+    refused: Collection[str] = (),
 ) -> Discovery:
     passes: list[Tracing] = []
     scopes: list[LiftScope] = []
 
     def lifted(*args: PyTree) -> PyTree:
-        passes.append(Tracing(connected, is_eager=is_eager))
+        passes.append(Tracing(connected, refused, is_eager=is_eager))
         scopes.append(LiftScope(passes[0], mapped=mapped))
         return fn(scopes[0], *args)
 
@@ -150,6 +159,14 @@ def _traced_once(
         functools.update_wrapper(lifted, named)
     jaxpr, outputs = jax.make_jaxpr(lifted, return_shape=True)(*args)
     return Discovery.of(passes[0], list(scopes[0].entries.values()), scopes[0].updates, jaxpr, outputs)
+
+
+def _unequal(discovery: Discovery, differing: PyTree, *others: PyTree) -> set[str]:
+    """Returns the descriptions of the variables that a replica assigns values that may differ between replicas."""
+    variables = discovery.variables
+    are_equal = [i < len(variables) and not policy_of(variables[i]).on_read for i, _ in discovery.inputs]
+    are_equal += [False] * len(jax.tree.leaves(differing)) + [True] * len(jax.tree.leaves(others))
+    return equality.unequal(discovery.jaxpr, are_equal)
 
 
 def executing_scope(

@@ -21,10 +21,11 @@ from phalanx._src.collectives.accumulation import is_integer
 from phalanx._src.compat import Variable
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.options import ReduceOp
-from phalanx._src.tracing import context
+from phalanx._src.tracing import context, equality
 from phalanx._src.tracing.boundary import combine, combined, first_component, mean_of_integers
 from phalanx._src.tracing.discovery import AbstractPass, Entry
 from phalanx._src.tracing.policy import Combine, Write, describe, refuse_write
+from phalanx._src.tracing.structure import add_once
 from phalanx._src.typed_jax import get_opaque_trace_state, make_user_context
 from phalanx.errors import NestedWriteError, VariableError
 from phalanx.errors.frames import user_place
@@ -274,7 +275,10 @@ class VariableScope(compat.AbstractLiftScope):
         if count == 1:
             return value
         if entry.policy.write is Write.REFUSED:
-            raise refuse_write(entry.variable)
+            if (description := describe(entry.variable)) in self.pass_.refused:
+                raise refuse_write(description)
+            add_once(entry.variable, self.pass_.notes.equal)
+            return equality.marked(value, description)
         if entry.policy.write is Write.AT_BOUNDARY:
             entry.diverged = True
             return self._of_rows(entry, value) if entry.policy.on_demand else value

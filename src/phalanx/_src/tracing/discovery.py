@@ -7,7 +7,7 @@ trace too: it must use the same variables and tapes as the trace did.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,6 +42,7 @@ class Notes:
       lookups: per lookup, the table and the shape of the ids. The trace takes the positions of these ids among the rows that
         the program has fetched.
       draws: batches that the function takes from iterators. The trace takes their arrays.
+      equal: variables that a replica assigns values that must be equal on all replicas. See `equality`.
     """
 
     runs: list["Discovery"] = field(default_factory=list)
@@ -52,6 +53,7 @@ class Notes:
     seeds: list[Variable] = field(default_factory=list)
     lookups: list[tuple[Variable, tuple[int, ...]]] = field(default_factory=list)
     draws: list[Draw] = field(default_factory=list)
+    equal: list[Variable] = field(default_factory=list)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +136,7 @@ class Discovery(Notes):
             seeds=[*notes.seeds, *(v for r in notes.runs for v in r.seeds)],
             lookups=notes.lookups,
             draws=notes.draws,
+            equal=notes.equal,
             # The gradients are tracers of the finished trace. Keeping them would keep the whole trace alive.
             updates=[replace(u, gradients=[]) for u in updates],
         )
@@ -194,10 +197,12 @@ class AbstractPass(ABC):
       notes: what the function has done so far.
       marks_tapes: whether tapes leave markers in the trace. False in an eager execution, whose gradients are computed before.
       is_eager: whether the function is, or will be, executed with real values.
+      refused: descriptions of variables that must not be assigned.
     """
 
     marks_tapes = True
     is_eager = True
+    refused: Collection[str] = ()
 
     def __init__(self) -> None:
         self.notes = Notes()
@@ -244,12 +249,19 @@ class Tracing(AbstractPass):
 
     Args:
       connected: per gradient marker, which sources are connected, as an earlier trace found out. None in the first trace.
+      refused: descriptions of variables that an earlier trace assigned values that may differ between replicas.
       is_eager: whether the function will be executed with real values.
     """
 
-    def __init__(self, connected: Sequence[tuple[bool, ...]] | None = None, *, is_eager: bool = False) -> None:
+    def __init__(
+        self,
+        connected: Sequence[tuple[bool, ...]] | None = None,
+        refused: Collection[str] = (),
+        *,
+        is_eager: bool = False,
+    ) -> None:
         super().__init__()
-        self.is_eager = is_eager
+        self.refused, self.is_eager = refused, is_eager
         self.inputs: list[tuple[Variable | int, bool]] = []
         self.ids: list[Any] = []
         self._num_extra_inputs = 0

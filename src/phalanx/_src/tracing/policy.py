@@ -7,7 +7,7 @@ There is one variable type, `keras.Variable`. Its `synchronization` and `aggrega
     auto, on_write    sum                  combined at once                sum of the values (or increments)
     auto, on_write    mean                 combined at once                mean of the values (or increments)
     auto, on_write    only_first_replica   combined at once                value of the first replica
-    auto, on_write    none, trainable      rejected                        (only an optimizer may write)
+    auto, on_write    none, trainable      rejected unless equal           (the replicas must hold the same weights)
     auto, on_write    none, floating       local to the replica            mean, at the end of the program
     auto, on_write    none, other dtype    local to the replica            value of the first replica, at the end
     on_read           sum                  local to the replica            sum, for reads outside replicas
@@ -16,7 +16,7 @@ There is one variable type, `keras.Variable`. Its `synchronization` and `aggrega
     on_read           none                 like auto with none             like auto with none
     on_demand         sum                  local to the replica            sum, computed at each read outside
     on_demand         mean                 local to the replica            mean, computed at each read outside
-    on_demand         mean, trainable      rejected                        (only an optimizer may write)
+    on_demand         mean, trainable      rejected unless equal           (otherwise only an optimizer may write)
 
 Phalanx sets `on_demand` for the gradient accumulators of optimizers, so that a step that only accumulates needs no all-reduce. With
 local updates, it sets it for all variables whose values it would combine to a mean. A program that only reads such a variable gets the
@@ -163,12 +163,13 @@ compat.on_variable(_check_new_variable)
 compat.on_index(_check_index)
 
 
-def refuse_write(variable: Variable) -> AggregationError:
+def refuse_write(description: str) -> AggregationError:
     """Returns the error for a write that the policy table rejects."""
     return AggregationError(
-        f"assign to {describe(variable)} in replica context",
-        'the variable is trainable and has aggregation="none", so the replicas would hold different weights.',
-        "use optimizer.apply_gradients(...); or set variable.trainable = False if no optimizer trains it, as for a target "
+        f"assign to {description} in replica context",
+        'the variable is trainable and has aggregation="none", and the value may differ between replicas, so they would hold '
+        "different weights.",
+        "use optimizer.apply_gradients(...); or assign a value that get_replica_context().all_reduce(...) returned; or set variable.trainable = False if no optimizer trains it, as for a target "
         'network; or create it with aggregation="mean", "sum" or "only_first_replica"; or call '
         'merge_call(lambda strategy, x: variable.assign(strategy.reduce("MEAN", x, axis=None)), args=(value,))',
     )
