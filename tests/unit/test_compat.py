@@ -536,6 +536,16 @@ def test_optimizer_knows_its_variables():
     assert [v.shape for v in optimizer._variables] == [(), ()]
 
 
+def test_states_of_recurrent_layers():
+    """`_create_state_variables` makes one state per row, which `call` compares with `_expected_batch_size`; `_shape` is its shape."""
+    layer = keras.layers.LSTM(2, stateful=True)
+    layer.build((4, 3, 2))
+    assert layer._expected_batch_size == 4
+    assert [(type(v), v._shape) for v in layer.states] == [(compat.RowVariable, (4, 2))] * 2
+    layer._create_state_variables(6)
+    assert [v.shape for v in layer.states] == [(6, 2)] * 2
+
+
 def test_updates_of_an_optimizer_are_counted():
     """`_iterations` counts the calls, of which several make one update if gradients are accumulated."""
     for steps, due in ((None, [2, 5, 8, 11]), (2, [4, 10])):

@@ -141,9 +141,10 @@ class EpochData:
 
     @property
     def element_spec(self) -> PyTree:
-        """Shapes and dtypes of a batch: a pytree of `jax.ShapeDtypeStruct`."""
+        """Shapes and dtypes of a global batch: a pytree of `jax.ShapeDtypeStruct`."""
         if not compat.has_epochs(self._adapter):
-            return self._dataset.next_spec
+            replicas = self._dataset.topology.num_replicas
+            return jax.tree.map(lambda x: _of_all(x, replicas), self._dataset.next_spec)
         # Keras begins an epoch to build the model, reads one batch, and ends the epoch. That draws one random order of the rows. Do
         # the same, so that the epochs have the same orders as in Keras. `restart` ends the epoch.
         self._open_epoch(compat.separate(self._adapter))
@@ -287,6 +288,11 @@ class EpochData:
             f"The data ended after {done} of {self._steps} steps of an epoch.",
             "dataset.repeat(), or leave out steps_per_epoch",
         )
+
+
+def _of_all(spec: jax.ShapeDtypeStruct, replicas: int) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of the rows of all replicas, from those of one replica."""
+    return shape_dtype((spec.shape[0] * replicas, *spec.shape[1:]), spec.dtype) if spec.shape else spec
 
 
 def numpy_state() -> dict[str, Any]:

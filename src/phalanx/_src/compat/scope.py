@@ -127,6 +127,11 @@ class AbstractLiftScope(keras.StatelessScope, ABC):
     def weight_of_value(self) -> jax.Array | None:
         """Returns the weight of one value per replica, if all together count as much as there are replicas. None for 1."""
 
+    @property
+    @abstractmethod
+    def replicas_of_rows(self) -> int:
+        """The number of replicas that share the rows of a batch, if this code runs for one of them, and 1 otherwise."""
+
     @abstractmethod
     def updating(self) -> AbstractContextManager[None]:
         """Enters update context, in which gradients are already aggregated and any assignment is allowed."""

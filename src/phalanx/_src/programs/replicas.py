@@ -392,7 +392,9 @@ class _Run:
             stacked = jax.tree.map(put, stacked, ([x[0] for x in outputs.results], outputs.mirrored, records))
             components = iter(outputs.parts)
             pairs = zip(written, outputs.values, strict=True)
-            new = iter([next(components)[0] if policy_of(v).on_read else x for v, x in pairs])
+            new = iter(
+                [next(components)[0] if policy_of(v).on_read else first_component(policy_of(v), x) for v, x in pairs]
+            )
             return [next(new) if w else x for w, x in zip(discovery.written, state, strict=True)], stacked
 
         def room(x: jax.ShapeDtypeStruct) -> jax.Array:
@@ -515,7 +517,7 @@ def _always(record: Record) -> Record:
 def _combine_at_boundary(entries: list[Entry], rows: ReplicaRows | None) -> list[Any]:
     """Returns the value of each variable for all replicas. None for variables that several replicas combine on demand."""
     is_alone = lax.axis_size(REPLICA_AXIS) == 1
-    diverged = [e for e in entries if (e.diverged or e.policy.on_read) and not e.policy.on_demand]
+    diverged = [e for e in entries if (e.diverged or e.policy.is_local) and not e.policy.on_demand]
     combined = dict(zip(map(id, diverged), combine(diverged, rows) if diverged else (), strict=True))
     return [None if e.policy.on_demand and not is_alone else combined.get(id(e), e.value) for e in entries]
 

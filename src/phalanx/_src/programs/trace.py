@@ -151,7 +151,7 @@ def _traced_once(
     scopes: list[LiftScope] = []
 
     def lifted(*args: PyTree) -> PyTree:
-        passes.append(Tracing(connected, refused, is_eager=is_eager))
+        passes.append(Tracing(connected, refused, mapped=mapped, is_eager=is_eager))
         scopes.append(LiftScope(passes[0], mapped=mapped))
         return fn(scopes[0], *args)
 
@@ -164,7 +164,7 @@ def _traced_once(
 def _unequal(discovery: Discovery, differing: PyTree, *others: PyTree) -> set[str]:
     """Returns the descriptions of the variables that a replica assigns values that may differ between replicas."""
     variables = discovery.variables
-    are_equal = [i < len(variables) and not policy_of(variables[i]).on_read for i, _ in discovery.inputs]
+    are_equal = [i < len(variables) and not policy_of(variables[i]).is_local for i, _ in discovery.inputs]
     are_equal += [False] * len(jax.tree.leaves(differing)) + [True] * len(jax.tree.leaves(others))
     return equality.unequal(discovery.jaxpr, are_equal)
 

@@ -155,7 +155,7 @@ class VariableScope(compat.AbstractLiftScope):
         if outer is not None and (is_merging or entry.value is None):
             return self.value(outer)
         # A merge function must see one value, although the replicas hold different ones.
-        if is_merging and (entry.diverged or entry.policy.on_read):
+        if is_merging and (entry.diverged or entry.policy.is_local):
             value: jax.Array = combine([entry], None)[0]
         else:
             value = combined(entry.policy.combine, entry.components) if entry.value is None else entry.value
@@ -301,6 +301,11 @@ class VariableScope(compat.AbstractLiftScope):
         """Returns `value` if this replica has real rows, else the present value: a mean over no rows is none."""
         rows = context.require_replica().rows
         return value if rows is None else rows.with_rows(value, entry.value)
+
+    @property
+    @override
+    def replicas_of_rows(self) -> int:
+        return lax.axis_size(REPLICA_AXIS) if self.mapped and not context.in_cross_replica_context() else 1
 
 
 def _difference(value: jax.Array, other: jax.Array) -> jax.Array | None:

@@ -39,7 +39,11 @@ def combine(entries: Sequence[Entry], rows: ReplicaRows | None) -> list[Any]:
             prepared.append(parts_of_mean(x, *_weight(rows, x.dtype)))
         else:
             # The sum of replica 0's value and zeros is a broadcast, and it can share a buffer with the other sums.
-            prepared.append([primitives.only_on(0, x) if entry.policy.combine is Combine.FIRST else x])
+            if entry.policy.combine is Combine.FIRST:
+                x = primitives.only_on(0, x)
+            elif isinstance(entry.variable, compat.RowVariable):
+                x = _placed(entry.variable, x)
+            prepared.append([x])
     parts, structure = jax.tree.flatten(prepared)
     # With one replica there is nothing to sum, and XLA fails to partition a sum over an axis of size 1 if the replica spans
     # several devices. For a similar failure of `axis_index` see https://github.com/jax-ml/jax/pull/25699.
@@ -108,4 +112,14 @@ def combined(how: Combine, components: Any) -> jax.Array:
 
 def first_component(policy: Policy, value: jax.Array) -> jax.Array:
     """Returns the component of one replica, such that the components of all replicas combine to `value`."""
+    if policy.combine is Combine.ROWS:
+        count = value.shape[0] // lax.axis_size(REPLICA_AXIS)
+        return lax.dynamic_slice_in_dim(value, lax.axis_index(REPLICA_AXIS) * count, count)
     return primitives.only_on(0, value) if policy.on_read and policy.combine is Combine.SUM else value
+
+
+def _placed(variable: compat.RowVariable, rows: jax.Array) -> jax.Array:
+    """Returns an array of the rows of all replicas that has the rows of this one, and zeros."""
+    first = lax.axis_index(REPLICA_AXIS) * rows.shape[0]
+    whole = jnp.zeros(variable.whole_shape, rows.dtype)
+    return lax.dynamic_update_slice_in_dim(whole, rows, first, 0)

@@ -13,11 +13,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.extend import core as jex
 from typing_extensions import override
 
 from phalanx._src import compat
 from phalanx._src.compat import Variable
+from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.mesh.values import ComponentSizes
 from phalanx._src.tracing import draws, markers
 from phalanx._src.tracing.draws import AbstractIterator, Draw
@@ -250,6 +252,7 @@ class Tracing(AbstractPass):
     Args:
       connected: per gradient marker, which sources are connected, as an earlier trace found out. None in the first trace.
       refused: descriptions of variables that an earlier trace assigned values that may differ between replicas.
+      mapped: whether the function is the program of one of several replicas.
       is_eager: whether the function will be executed with real values.
     """
 
@@ -258,10 +261,11 @@ class Tracing(AbstractPass):
         connected: Sequence[tuple[bool, ...]] | None = None,
         refused: Collection[str] = (),
         *,
+        mapped: bool = False,
         is_eager: bool = False,
     ) -> None:
         super().__init__()
-        self.refused, self.is_eager = refused, is_eager
+        self.refused, self._mapped, self.is_eager = refused, mapped, is_eager
         self.inputs: list[tuple[Variable | int, bool]] = []
         self.ids: list[Any] = []
         self._num_extra_inputs = 0
@@ -272,7 +276,11 @@ class Tracing(AbstractPass):
 
     @override
     def initial(self, variable: Variable) -> jax.Array:
-        return self._input(variable, tuple(variable.shape), is_component=False)
+        shape = tuple(variable.shape)
+        if isinstance(variable, compat.RowVariable) and self._mapped:
+            # Also if a merge function, which sees the rows of all replicas, is the first to read it.
+            shape = variable.shape_in_replica(lax.axis_size(REPLICA_AXIS))
+        return self._input(variable, shape, is_component=False)
 
     @override
     def components(self, variable: Variable, num_replicas: int) -> jax.Array | None:

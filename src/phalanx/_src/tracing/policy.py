@@ -17,6 +17,7 @@ There is one variable type, `keras.Variable`. Its `synchronization` and `aggrega
     on_demand         sum                  local to the replica            sum, computed at each read outside
     on_demand         mean                 local to the replica            mean, computed at each read outside
     on_demand         mean, trainable      rejected unless equal           (otherwise only an optimizer may write)
+    a row per row of the global batch      local to the replica            the rows of all replicas, at the end
 
 Phalanx sets `on_demand` for the gradient accumulators of optimizers, so that a step that only accumulates needs no all-reduce. With
 local updates, it sets it for all variables whose values it would combine to a mean. A program that only reads such a variable gets the
@@ -57,6 +58,7 @@ class Combine(enum.Enum):
     SUM = enum.auto()
     MEAN = enum.auto()
     FIRST = enum.auto()
+    ROWS = enum.auto()
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,11 @@ class Policy:
     on_read: bool = False
     on_demand: bool = False
 
+    @property
+    def is_local(self) -> bool:
+        """Whether each replica has a value of its own when a program starts."""
+        return self.on_read or self.combine is Combine.ROWS
+
 
 _COMBINE = {"sum": Combine.SUM, "mean": Combine.MEAN, "only_first_replica": Combine.FIRST}
 
@@ -85,6 +92,8 @@ def policy_of(variable: Variable) -> Policy:
     Raises:
       AggregationError: the aggregation is "mean" and the dtype is bool, or the synchronization is "none".
     """
+    if isinstance(variable, compat.RowVariable):
+        return Policy(Write.AT_BOUNDARY, Combine.ROWS)
     aggregation, is_floating = variable.aggregation, jnp.issubdtype(variable.dtype, jnp.floating)
     if aggregation == "mean" and variable.dtype == "bool":
         raise AggregationError(
