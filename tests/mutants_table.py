@@ -534,8 +534,8 @@ FAULTS = [
     Fault(
         "a variable that differs between replicas is not combined",
         "replicas:_combine_at_boundary",
-        "(e.diverged or e.policy.on_read)",
-        "e.policy.on_read",
+        "(e.diverged or e.policy.is_local)",
+        "e.policy.is_local",
         "unit/tracing/test_policy.py unit/programs/test_replicas.py",
     ),
     # servers

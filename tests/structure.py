@@ -165,7 +165,7 @@ LIMITS: dict[Callable[[Sources], list[str]], tuple[int, int]] = {
     attributes_on_objects_of_keras: (10, 0),
     lines_with_any: (565, 300),
     missing_comments: (851, 0),
-    all_lines: (58_900, 55_500),
+    all_lines: (59_400, 55_500),
 }
 """For each count, the limit of today and the goal."""
 

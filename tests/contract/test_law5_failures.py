@@ -214,6 +214,10 @@ def test_exception_in_a_merge_function(training):
     assert_survives(training, Boom, "mine", lambda: training.run(BATCH[:5]))
 
 
+def number_of_replica():
+    return phalanx.get_replica_context().replica_id_in_sync_group
+
+
 def broken_after(count):
     """A source of data that breaks."""
     yield from [BATCH] * count
@@ -287,7 +291,9 @@ WRONG = {
     "a write that would make the replicas differ": (
         PhalanxError,
         "aggregation",
-        lambda t: t.strategy.run(lambda: t.model.trainable_variables[0].assign(jnp.zeros((4, 4)))),
+        lambda t: t.strategy.run(
+            lambda: t.model.trainable_variables[0].assign(jnp.zeros((4, 4)) + number_of_replica())
+        ),
     ),
     "too few gradients": (ValueError, ".", lambda t: t.strategy.run(lambda: t.optimizer.apply([1.0]))),
 }

@@ -190,7 +190,7 @@ def with_losses():
 def test_losses_of_layers(strategy, alone):
     """Means over rows of batches that divide and penalties on weights, with targets or without."""
     how = {"loss": None, "metrics": None} if alone else {}
-    agree(strategy, of_kinds(with_losses, **how), fit(EVEN[0], *() if alone else (KIND[:16],)))
+    agree(strategy, of_kinds(with_losses, **how), fit(EVEN[0], *() if alone else (KIND[:16],)), compiles=True)
 
 
 def test_custom_loop_between_two_fits(strategy):

@@ -71,15 +71,12 @@ def _call(
     if scope is None or not self.stateful or self.states is None:
         return original(self, sequences, *args, **kwargs)
     state = keras.tree.flatten(self.states)[0]
-    expected, rows, is_padded = state.shape[0], sequences.shape[0], scope.example_mask() is not None
-    if is_padded or rows != expected:
-        total = rows * scope.replicas_of_rows
-        fault = (
-            "it is padded, because it has fewer rows or may have" if is_padded else "its number of rows is different"
-        )
+    expected, rows = state.shape[0], sequences.shape[0]
+    if scope.example_mask() is not None or rows != expected:
         raise InputError(
-            f"{type(self).__name__} {self.name!r} with stateful=True, built for {state.whole_shape[0]} rows, on a batch of {total} rows",
-            f"{fault}, so the rows of the batch are not those of the states.",
+            f"{type(self).__name__} {self.name!r} with stateful=True, built for {state.whole_shape[0]} rows, on a batch of which a replica "
+            f"has {rows} rows",
+            f"each replica has the states of {expected} rows, and so needs as many rows of each batch.",
             f"batches that all have {state.whole_shape[0]} rows; experimental_distribute_dataset(..., drop_remainder=True)",
         )
     before, attributes = self._expected_batch_size, vars(self)

@@ -91,9 +91,10 @@ def _update_with_real_rows(
     rows = {jnp.shape(x)[:1] for x in keras.tree.flatten(args) if x is not None}
     arguments = call.bind(self, *args, **kwargs).arguments
     if scope.has_share and mask is None and _needs_all_rows(self, arguments):
-        y_true, y_pred, weight = scope.gathered([arguments.get(x) for x in ("y_true", "y_pred", "sample_weight")])
-        share = scope.weight_of_mean(None)
-        return original(self, y_true, y_pred, sample_weight=share if weight is None else weight * share)
+        names = ("y_true", "y_pred", "sample_weight")
+        with scope.whole_batch([arguments.get(name) for name in names]) as (y_true, y_pred, weight):
+            share = scope.weight_of_mean(None)
+            return original(self, y_true, y_pred, sample_weight=share if weight is None else weight * share)
     if rows != {()} and _is_number(self, arguments):
         rows = {()}
         if mask is not None:
@@ -163,8 +164,7 @@ def _loss(
         or not needs_all_rows(self.call, y_true, y_pred, source=source)
     ):
         return original(self, y_true, y_pred, sample_weight)
-    whole = scope.gathered((y_true, y_pred, sample_weight))
-    with scope.whole_batch():
+    with scope.whole_batch((y_true, y_pred, sample_weight)) as whole:
         return original(self, *whole)
 
 

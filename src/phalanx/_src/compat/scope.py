@@ -82,12 +82,12 @@ class AbstractLiftScope(keras.StatelessScope, ABC):
         """Whether this replica is averaging, and is one of several."""
 
     @abstractmethod
-    def gathered(self, tree: PyTree) -> PyTree:
-        """Returns a pytree with the rows of all replicas instead of those of this one."""
+    def whole_batch(self, tree: PyTree) -> AbstractContextManager[PyTree]:
+        """Enters a context in which this replica computes with the rows of all replicas, so that a mean is right as it is.
 
-    @abstractmethod
-    def whole_batch(self) -> AbstractContextManager[None]:
-        """Enters a context in which this replica computes means over the rows of all replicas, so that they are right as they are."""
+        Args:
+          tree: pytree of arrays of rows. The context manager returns it with the rows of all replicas.
+        """
 
     @abstractmethod
     def share_of_loss(self, total: jax.Array, count: jax.Array | None) -> jax.Array:

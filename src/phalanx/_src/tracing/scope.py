@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scope of a traced function: its variables, gradients, means over rows, batches and records."""
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -255,12 +255,11 @@ class LiftScope(VariableScope):
         return None if replica is None else replica.example_mask
 
     @override
-    def gathered(self, tree: PyTree) -> PyTree:
-        return context.require_replica().all_gather(tree, axis=0)
-
-    @override
-    def whole_batch(self) -> AbstractContextManager[None]:
-        return context.enter(replace(context.current(), averaging=False))
+    @contextmanager
+    def whole_batch(self, tree: PyTree) -> Iterator[PyTree]:
+        whole = context.require_replica().all_gather(tree, axis=0)
+        with context.enter(replace(context.current(), averaging=False)):
+            yield whole
 
     @override
     def share_of_loss(self, total: jax.Array, count: jax.Array | None) -> jax.Array:
