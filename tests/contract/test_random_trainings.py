@@ -114,7 +114,7 @@ def results(strategy, model, loss, metrics, rows, batch_size, weighted, steps):
     }, made.get_weights()
 
 
-@draws(10, 500)
+@draws(4, 500)
 @hypothesis.given(
     st.sampled_from(sorted(MODELS)),
     st.sampled_from(sorted(LOSSES)),
