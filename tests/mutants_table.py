@@ -80,7 +80,7 @@ FAULTS = [
         "nn:compute_average_loss",
         "loss = jnp.where(over_rows(mask, loss), loss, 0)",
         "pass",
-        "unit/test_nn.py contract/test_law1_equals_one_device.py",
+        "unit/tracing/test_averages.py",
     ),
     Fault(
         "padding counted as rows in an average loss",
@@ -223,7 +223,7 @@ FAULTS = [
         "rows:_update_with_real_rows",
         "jnp.where(mask.reshape(mask.shape + (1,) * max(0, weight.ndim - 1)), weight, 0)",
         "weight",
-        "unit/test_compat.py contract/test_law_fit_options.py",
+        "unit/tracing/test_averages.py",
     ),
     Fault(
         "all replicas draw the same dropout",

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import phalanx
-from phalanx.errors import InvalidArgumentError, SlipWarning
+from phalanx.errors import InvalidArgumentError, SlipWarning, TraceError
 
 ROWS, WIDTH = 30, 5
 RANDOM = np.random.default_rng(0)
@@ -128,6 +128,15 @@ def test_replicas_that_send_something_else():
     ) as caught:
         strategy.run(lambda x: phalanx.get_replica_context().all_reduce("SUM", value(x)), args=(batch,))
     assert len(caught) == 1
+
+
+@pytest.mark.filterwarnings("ignore::phalanx.errors.SlipWarning")
+def test_other_structures_for_fewer_rows_are_refused():
+    """There is one structure of results for all replicas."""
+    (batch,) = strategy_with(None).experimental_distribute_dataset([X[:7]])
+    message = r"returns 2 arrays for some numbers of rows and 1 for others: .*\nHINT: return the same structure"
+    with pytest.raises(TraceError, match=message):
+        strategy_with(None).run(lambda x: (x, x.sum()) if len(x) > 2 else x, args=(batch,))
 
 
 class Centered(keras.layers.Layer):

@@ -144,3 +144,23 @@ def test_replica_knows_its_rows():
         assert [x.tolist() for x in rows.values] == shares
         assert (count, mask) == (None if n == 4 else n, None)
         assert [float(x) for x in weight.values] == pytest.approx([len(x) / max(n, 1) for x in shares])
+
+
+def test_padding_counts_for_nothing_where_it_remains():
+    """A step that is not compiled has the padding of the widest replica, and a mask: losses, metrics and results leave it out."""
+    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+    with strategy.scope():
+        mean, error = keras.metrics.Mean(), keras.metrics.MeanSquaredError()
+
+    def step(x):
+        mean.update_state(x)
+        error.update_state(x[:, None], 0 * x[:, None])
+        return phalanx.nn.compute_average_loss(x), x, phalanx.get_replica_context().example_mask
+
+    batch, eager = batch_of(strategy, 1.0, 2.0, 6.0), phalanx.RunOptions(eager=True)
+    loss, rows, mask = strategy.run(step, args=(batch,), options=eager)
+    assert float(strategy.reduce("SUM", loss, axis=None)) == 3
+    assert [x.tolist() for x in rows.values] == [[1, 2], [6]]
+    assert mask.data.tolist() == [[True, True], [True, False]]
+    assert float(mean.result()) == 3
+    assert float(error.result()) == pytest.approx(41 / 3)

@@ -138,6 +138,7 @@ class Gathered:
     Args:
       shares: the shares.
       is_empty: for each replica, whether it has no rows.
+      is_padded: whether the function gets a mask, because replicas will compute padding too.
 
     Attributes:
       numbers: the places of numbers that the function returns and that depend on the rows, so that they become arrays.
@@ -145,6 +146,7 @@ class Gathered:
 
     shares: Sequence[RowShare]
     is_empty: Sequence[bool]
+    is_padded: bool = False
     numbers: frozenset[int] = frozenset()
     _seen: dict[int, list[tuple[int, ...]]] = field(default_factory=dict)
     _known: list[ComponentSizes | None] = field(default_factory=list)

@@ -40,6 +40,7 @@ from phalanx._src.tracing.scope import LiftScope, program_scope
 from phalanx._src.tracing.strategy import AbstractStrategy, Updates
 from phalanx._src.tracing.structure import add_once
 from phalanx._src.typed_jax import partition_spec, shape_dtype, with_layout_constraint, with_sharding_constraint
+from phalanx.errors import TraceError
 from phalanx.typing import PyTree
 
 
@@ -251,17 +252,38 @@ class _Run:
             nests = [each.outputs.nest for each in traces]
             if gathered.is_settled(place for nest in nests for place in nest.other_numbers(nests[0])):
                 break
-        results = zip(*(each.outputs.results for each in traces), strict=True)
-        sizes = tuple(own_rows.sizes_of([x.shape[1:] for x in each], shares, self._is_empty) for each in results)
         used = [i for i, share in enumerate(shares) if share.replicas]
         try:
             plan = None if is_eager else self._plan([traces[i] for i in used], [shapes[i] for i in used], whole)
         except IndivisibleError as e:
             own_rows.warn_of_padding(e)
             plan = None
-        if plan is None:
-            return dataclasses.replace(self._trace_replica(sharded, whole), sizes=sizes)
-        return dataclasses.replace(traces[0], sizes=sizes, plan=plan)
+        if plan is not None:
+            return dataclasses.replace(traces[0], sizes=self._sizes_of_results(traces), plan=plan)
+        # With a mask, the function may return something else.
+        masked = own_rows.Gathered(shares, self._is_empty, is_padded=True)
+        traces = []
+        for number, each in enumerate(shapes):
+            masked.begin(number)
+            traces.append(self._trace_replica(each, whole, masked))
+        return dataclasses.replace(self._trace_replica(sharded, whole), sizes=self._sizes_of_results(traces))
+
+    def _sizes_of_results(self, traces: Sequence[Discovery]) -> tuple[ComponentSizes | None, ...]:
+        """Returns the sizes of the results on all replicas, from the traces of the shares.
+
+        Raises:
+          TraceError: the function returns another number of arrays for fewer rows.
+        """
+        numbers = [len(each.outputs.results) for each in traces]
+        if len({*numbers}) > 1:
+            raise TraceError(
+                f"a replica function that returns {numbers[0]} arrays for some numbers of rows and {min(numbers, key=numbers[0].__eq__)} for "
+                "others",
+                "replicas with different numbers of rows run one program, which has one structure of results.",
+                "return the same structure for any number of rows",
+            )
+        results = zip(*(each.outputs.results for each in traces), strict=True)
+        return tuple(own_rows.sizes_of([x.shape[1:] for x in each], self._shares, self._is_empty) for each in results)
 
     def _plan(
         self, traces: Sequence[Discovery], shapes: Sequence[list[Any]], whole: list[Any]
@@ -469,7 +491,7 @@ class _Run:
             return tuple(ReplicaRows(x.counts, replica_id, max(1, *x.counts), is_padded=True) for x in self._batches)
         sizes = gathered.share.sizes[len(self._sizes) :]
         return tuple(
-            ReplicaRows(x.counts, replica_id, size[0], gathered=gathered.sizes)
+            ReplicaRows(x.counts, replica_id, size[0], is_padded=gathered.is_padded, gathered=gathered.sizes)
             for x, size in zip(self._batches, sizes, strict=True)
             if size is not None
         )
