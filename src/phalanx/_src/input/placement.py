@@ -93,10 +93,12 @@ class Placement:
         Returns:
           A pytree of `PerReplica`. A pytree of arrays if there is one replica, and the batch is not empty.
         """
-        counts, replicas = self._counts(steps[0]), self._worker.num_replicas
+        step, replicas = steps[0], self._worker.num_replicas
+        # Workers that share each batch know the rows of the others without asking.
+        counts = step.counts if len(step.counts) == replicas else self._worker.all_shares(step.rows)
         first = 0 if self._fetches else self._worker.index * self._worker.replicas
         rows, places = ComponentSizes.of_counts(counts, first), max(1, *counts)
-        parts = steps[0].piece.parts
+        parts = step.piece.parts
         # One replica: return plain arrays, which are cheaper than `PerReplica`.
         if room is None and rows is None and replicas == 1 and not _wrapping:
             return self._topology.put_replicated(jax.tree.map(self._own, parts[0])) if self._fetches else parts[0]
@@ -109,11 +111,6 @@ class Placement:
             leaves = [_stacked(arrays, room) for arrays in zip(*(each for each, _ in flat), strict=True)]
             rows = rows and rows.of_steps(room)
         return tree.unflatten([PerReplica(x, rows) for x in self._put(leaves)])
-
-    def _counts(self, step: Step) -> Sequence[int]:
-        """Returns the numbers of rows of all replicas."""
-        is_of_all = len(step.counts) == self._worker.num_replicas
-        return step.counts if is_of_all else self._worker.all_shares(step.rows)
 
     def _local(self, piece: Piece, places: int) -> tuple[list[Any], Any]:
         """Returns the rows of this worker as arrays (local_replicas, places, ...), and their tree structure."""
