@@ -31,9 +31,14 @@ _Moments = tuple[jax.Array, jax.Array]
 _R = TypeVar("_R")
 
 
+def _is_of_function(metric: keras.metrics.Metric, arguments: dict[str, Any]) -> bool:
+    """Whether a metric is the mean of a function of labels and outputs, which these arguments are."""
+    return isinstance(metric, keras.metrics.MeanMetricWrapper) and {"y_true", "y_pred"} <= arguments.keys()
+
+
 def _is_number(metric: keras.metrics.Metric, arguments: dict[str, Any]) -> bool:
     """Whether a metric is a function that returns one number per batch instead of one value per row."""
-    if not isinstance(metric, keras.metrics.MeanMetricWrapper) or not {"y_true", "y_pred"} <= arguments.keys():
+    if not _is_of_function(metric, arguments):
         return False
     # Keras's metric functions reduce the last dim. They would return a scalar for rank 1 too, so test them with columns.
     columns = [x[:, None] if jnp.ndim(x) == 1 else x for x in (arguments["y_true"], arguments["y_pred"])]
@@ -42,7 +47,7 @@ def _is_number(metric: keras.metrics.Metric, arguments: dict[str, Any]) -> bool:
 
 def _needs_all_rows(metric: keras.metrics.Metric, arguments: dict[str, Any]) -> bool:
     """Whether a metric is a function that needs the rows of all replicas."""
-    if not isinstance(metric, keras.metrics.MeanMetricWrapper) or not {"y_true", "y_pred"} <= arguments.keys():
+    if not _is_of_function(metric, arguments):
         return False
     fn = functools.partial(metric._fn, **metric._fn_kwargs)
     return needs_all_rows(fn, arguments["y_true"], arguments["y_pred"], source=metric._fn)
@@ -104,10 +109,7 @@ def _update_with_real_rows(
         return original(**arguments)
     weight = arguments.get("sample_weight")
     is_one_value = (
-        isinstance(self, keras.metrics.MeanMetricWrapper)
-        and {"y_true", "y_pred"} <= arguments.keys()
-        and weight is None
-        and all(jnp.ndim(x) == 1 for x in keras.tree.flatten(args))
+        _is_of_function(self, arguments) and weight is None and all(jnp.ndim(x) == 1 for x in keras.tree.flatten(args))
     )
     if mask is None and is_one_value:
         # Keras reduces the only dim, and counts the batch of each replica as one value.

@@ -4,7 +4,7 @@
 All replicas run one program, whose arrays have room for the largest share of the batch. `stages` makes one program of the traces.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -19,7 +19,7 @@ from phalanx._src.mesh.values import ComponentSizes
 from phalanx._src.programs.stages import StagedTrace, Stages
 from phalanx._src.tracing.discovery import Discovery
 from phalanx._src.typed_jax import shape_dtype
-from phalanx.errors import warn_of_slip
+from phalanx.errors import TraceError, warn_of_slip
 from phalanx.typing import PyTree
 
 
@@ -131,6 +131,31 @@ def sizes_of(
     )
 
 
+def sizes_of_results(
+    traces: Sequence[Discovery], shares: Sequence[RowShare], is_empty: Sequence[bool]
+) -> tuple[ComponentSizes | None, ...]:
+    """Returns the sizes of the results of a replica function on all replicas, from the traces of the shares.
+
+    Args:
+      traces: the traces.
+      shares: the shares.
+      is_empty: for each replica, whether it has no rows.
+
+    Raises:
+      TraceError: the function returns another number of arrays for fewer rows.
+    """
+    numbers = [len(each.outputs.results) for each in traces]
+    if len({*numbers}) > 1:
+        raise TraceError(
+            f"a replica function that returns {numbers[0]} arrays for some numbers of rows and {min(numbers, key=numbers[0].__eq__)} for "
+            "others",
+            "replicas with different numbers of rows run one program, which has one structure of results.",
+            "return the same structure for any number of rows",
+        )
+    results = zip(*(each.outputs.results for each in traces), strict=True)
+    return tuple(sizes_of([x.shape[1:] for x in each], shares, is_empty) for each in results)
+
+
 @dataclass
 class Gathered:
     """What depends on the rows of a replica, and is known only when all shares have been traced.
@@ -152,9 +177,13 @@ class Gathered:
     _known: list[ComponentSizes | None] = field(default_factory=list)
     _share: int = 0
 
-    def begin(self, share: int) -> None:
-        """Begins the trace of a share."""
-        self._share, self._seen[share] = share, []
+    def traces(self, trace: Callable[[RowShare], Discovery]) -> list[Discovery]:
+        """Returns the traces of all shares, by a function that traces one."""
+        made = []
+        for number, share in enumerate(self.shares):
+            self._share, self._seen[number] = number, []
+            made.append(trace(share))
+        return made
 
     @property
     def share(self) -> RowShare:

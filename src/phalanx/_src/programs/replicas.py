@@ -40,7 +40,6 @@ from phalanx._src.tracing.scope import LiftScope, program_scope
 from phalanx._src.tracing.strategy import AbstractStrategy, Updates
 from phalanx._src.tracing.structure import add_once
 from phalanx._src.typed_jax import partition_spec, shape_dtype, with_layout_constraint, with_sharding_constraint
-from phalanx.errors import TraceError
 from phalanx.typing import PyTree
 
 
@@ -241,65 +240,42 @@ class _Run:
 
     def _trace_shares(self, sharded: list[Any], whole: list[Any], *, is_eager: bool) -> Discovery:
         """Traces one call for each share that replicas have of a batch, and makes one program of the traces."""
-        shares = self._shares
-        shapes = [share.shapes(sharded) for share in shares]
-        gathered = own_rows.Gathered(shares, self._is_empty)
+
+        def traces_of(known: own_rows.Gathered) -> list[Discovery]:
+            return known.traces(lambda share: self._trace_replica(share.shapes(sharded), whole, known))
+
+        sizes = functools.partial(own_rows.sizes_of_results, shares=self._shares, is_empty=self._is_empty)
+        gathered = own_rows.Gathered(self._shares, self._is_empty)
         while True:
-            traces = []
-            for number, each in enumerate(shapes):
-                gathered.begin(number)
-                traces.append(self._trace_replica(each, whole, gathered))
+            traces = traces_of(gathered)
             nests = [each.outputs.nest for each in traces]
             if gathered.is_settled(place for nest in nests for place in nest.other_numbers(nests[0])):
                 break
-        used = [i for i, share in enumerate(shares) if share.replicas]
         try:
-            plan = None if is_eager else self._plan([traces[i] for i in used], [shapes[i] for i in used], whole)
+            plan = None if is_eager else self._plan(traces, sharded, whole)
         except IndivisibleError as e:
             own_rows.warn_of_padding(e)
             plan = None
         if plan is not None:
-            return dataclasses.replace(traces[0], sizes=self._sizes_of_results(traces), plan=plan)
+            return dataclasses.replace(traces[0], sizes=sizes(traces), plan=plan)
         # With a mask, the function may return something else.
-        masked = own_rows.Gathered(shares, self._is_empty, is_padded=True)
-        traces = []
-        for number, each in enumerate(shapes):
-            masked.begin(number)
-            traces.append(self._trace_replica(each, whole, masked))
-        return dataclasses.replace(self._trace_replica(sharded, whole), sizes=self._sizes_of_results(traces))
+        masked = own_rows.Gathered(self._shares, self._is_empty, is_padded=True)
+        return dataclasses.replace(self._trace_replica(sharded, whole), sizes=sizes(traces_of(masked)))
 
-    def _sizes_of_results(self, traces: Sequence[Discovery]) -> tuple[ComponentSizes | None, ...]:
-        """Returns the sizes of the results on all replicas, from the traces of the shares.
-
-        Raises:
-          TraceError: the function returns another number of arrays for fewer rows.
-        """
-        numbers = [len(each.outputs.results) for each in traces]
-        if len({*numbers}) > 1:
-            raise TraceError(
-                f"a replica function that returns {numbers[0]} arrays for some numbers of rows and {min(numbers, key=numbers[0].__eq__)} for "
-                "others",
-                "replicas with different numbers of rows run one program, which has one structure of results.",
-                "return the same structure for any number of rows",
-            )
-        results = zip(*(each.outputs.results for each in traces), strict=True)
-        return tuple(own_rows.sizes_of([x.shape[1:] for x in each], self._shares, self._is_empty) for each in results)
-
-    def _plan(
-        self, traces: Sequence[Discovery], shapes: Sequence[list[Any]], whole: list[Any]
-    ) -> own_rows.DividedProgram:
+    def _plan(self, traces: Sequence[Discovery], sharded: list[Any], whole: list[Any]) -> own_rows.DividedProgram:
         """Makes one program of the traces of the shares that replicas have.
 
         Raises:
           IndivisibleError: the traces do not exchange the same.
         """
+        used = [share for share in self._shares if share.replicas]
+        traces = [each for each, share in zip(traces, self._shares, strict=True) if share.replicas]
         variables = traces[0].variables
         if any(list(map(id, each.variables)) != list(map(id, variables)) for each in traces):
             raise IndivisibleError("other variables")
         if any(each.outputs.nest != traces[0].outputs.nest for each in traces):
             raise IndivisibleError("another structure of what the function returns")
         values = [shape_dtype(tuple(v.shape), dtype_of(v)) for v in variables]
-        used = [share for share in self._shares if share.replicas]
         made: list[own_rows.DividedProgram] = []
 
         def body(values: PyTree, sharded: PyTree, whole: PyTree) -> PyTree:
@@ -307,7 +283,12 @@ class _Run:
             made.append(own_rows.DividedProgram(traces, used, inputs))
             return jnp.zeros((1,))
 
-        jax.eval_shape(self._shard_map(body, (False, True, False), _along(0)), values, list(shapes), whole)
+        jax.eval_shape(
+            self._shard_map(body, (False, True, False), _along(0)),
+            values,
+            [share.shapes(sharded) for share in used],
+            whole,
+        )
         return made[0]
 
     def _evaluate(
