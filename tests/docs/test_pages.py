@@ -3,9 +3,11 @@
 import importlib.util
 import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests import forks
 
@@ -48,6 +50,12 @@ def program_of(page, language="python"):
     return "\n".join(lines) + "\n"
 
 
+def program_after(page):
+    """Returns the program that the first diff of a page ends with."""
+    (_, diff), *_ = blocks(page, "diff")
+    return "".join(line[2:] for line in diff.splitlines(keepends=True) if not line.startswith("-"))
+
+
 def run(program, path, **environment):
     """Runs a program in the folder of `path`, and returns the finished process."""
     path.write_text(program, encoding="utf-8")
@@ -78,6 +86,52 @@ def test_page_runs_and_prints_what_it_says(page, tmp_path):
     for _, expected in blocks(page, "text"):
         assert expected in printed
         printed = printed.partition(expected)[2]
+
+
+def test_readme_shows_what_two_workers_print(tmp_path):
+    """`phalanx run --workers 2` with the program of the README's diff prints the lines that the README shows, but for times."""
+    (tmp_path / "train.py").write_text(program_after("README.md"), encoding="utf-8")
+    result = subprocess.run(
+        [sys.executable, "-m", "phalanx", "run", "--workers", "2", "train.py"],
+        cwd=tmp_path,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "utf-8"},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=DEADLINE_S,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    ((_, expected),) = blocks("README.md", "console")
+    printed = result.stdout.splitlines()[-len(expected.splitlines()) :]
+    for line, shown in zip(printed, expected.splitlines(), strict=True):
+        (words, figures), (shown_words, shown_figures) = words_and_figures(line), words_and_figures(shown)
+        assert words == shown_words
+        np.testing.assert_allclose(figures, shown_figures, rtol=0.01)  # Sums differ a little from CPU to CPU.
+
+
+def words_and_figures(line):
+    """Returns a line without its numbers, and its numbers that are not times."""
+    number = r"\d+(?:\.\d+)?"
+    line = re.sub(rf"{number}m?s\b", "", line)
+    return re.sub(number, "", line), [float(figure) for figure in re.findall(number, line)]
+
+
+def test_figures_of_the_readme_are_those_of_the_benchmarks():
+    """Each figure of a line that links to a section of docs/benchmarks.md stands in that section."""
+    sections = {
+        re.sub(r"[^a-z -]", "", section.partition("\n")[0].lower()).replace(" ", "-"): section
+        for section in (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8").split("\n## ")
+    }
+    claims = [
+        (figure, sections[anchor])
+        for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+        for anchor in re.findall(r"docs/benchmarks\.md#([a-z-]+)", line)
+        for figure in re.findall(r"\d+(?:\.\d+)?", line)
+    ]
+    assert len(claims) >= 8, "the README has figures"
+    assert [
+        figure for figure, section in claims if not re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]\d)", section)
+    ] == []
 
 
 def test_program_for_keras_distribution_prints_the_same(tmp_path):
