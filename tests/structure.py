@@ -157,12 +157,12 @@ def all_lines(sources: Sources) -> list[str]:
 
 LIMITS: dict[Callable[[Sources], list[str]], tuple[int, int]] = {
     names_of_the_root: (20, 20),
-    mutable_names: (45, 20),
+    mutable_names: (46, 20),
     classes_of_many_methods: (15, 6),
     classes_of_many_fields: (7, 0),
     class_names_used_twice: (0, 0),
     pronouns: (2, 40),
-    attributes_on_objects_of_keras: (10, 0),
+    attributes_on_objects_of_keras: (0, 0),
     lines_with_any: (565, 300),
     missing_comments: (851, 0),
     all_lines: (59_400, 55_500),

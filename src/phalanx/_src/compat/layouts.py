@@ -8,6 +8,8 @@ import jax
 import keras
 from keras import Variable
 
+from phalanx._src.compat.facts import facts_of
+
 ShardingOf = Callable[[str, Sequence[int]], jax.sharding.NamedSharding]
 """Maps the path and the shape of a variable to its sharding."""
 
@@ -46,7 +48,8 @@ def unset_variable_layout() -> None:
 
 def layout_path(variable: Variable) -> str:
     """Returns the path that decides the sharding of a variable: its own, or for a slot that of the trained variable."""
-    return vars(variable).get("_phalanx_follows", variable.path)  # type: ignore[no-any-return]
+    path = facts_of(variable).layout_path
+    return variable.path if path is None else path  # type: ignore[no-any-return]
 
 
 @contextmanager

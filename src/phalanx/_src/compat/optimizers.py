@@ -11,6 +11,7 @@ import jax
 import keras
 from keras import Variable
 
+from phalanx._src.compat.facts import facts_of, note_facts
 from phalanx._src.compat.hooks import extend
 from phalanx._src.compat.layouts import layout_path
 from phalanx._src.compat.scope import lift_scope, surrounding_scope
@@ -52,13 +53,13 @@ def unsent(shape: tuple[int, ...]) -> Variable:
     """Returns a variable for what the replicas have not sent of a gradient. It is added up only when it is read."""
     variable = Variable(initializer="zeros", shape=shape, dtype="float32", trainable=False, name="unsent")
     make_on_demand([variable], "sum")
-    variable._phalanx_is_unsent = True
+    note_facts(variable).is_residual = True
     return variable
 
 
 def is_unsent(variable: Variable) -> bool:
     """Whether a variable holds what the replicas have not sent. A training goes on without the part of a process that is lost."""
-    return "_phalanx_is_unsent" in vars(variable)
+    return facts_of(variable).is_residual
 
 
 def is_last_accumulated(optimizer: keras.optimizers.Optimizer) -> jax.Array:
@@ -121,7 +122,7 @@ def clipped(optimizer: keras.optimizers.Optimizer, grads: Sequence[Any]) -> Sequ
 
 def reference_of(slot: Variable) -> Variable | None:
     """Returns the variable that `slot` belongs to; None for a slot of the whole optimizer, such as `iterations`."""
-    reference = vars(slot).get("_phalanx_reference")
+    reference = facts_of(slot).reference
     return None if reference is None else reference()
 
 
@@ -232,8 +233,7 @@ def _add_variable_from_reference(
     is_table = isinstance(reference_variable, Variable) and initializer_of(reference_variable) is not None
     slot = make_table(make) if is_table else make()
     if isinstance(reference_variable, Variable):
-        # Weak, so that a slot does not keep a dropped model alive.
-        slot._phalanx_reference = weakref.ref(reference_variable)
+        note_facts(slot).reference = weakref.ref(reference_variable)
     return slot
 
 
@@ -258,7 +258,7 @@ def _add_slot(
 ) -> Variable:
     slot = original(self, reference_variable, *args, **kwargs)
     # The path of a slot contains the path of its variable with other separators, so it cannot be looked up by path.
-    slot._phalanx_follows = layout_path(reference_variable)
+    note_facts(slot).layout_path = layout_path(reference_variable)
     return slot
 
 

@@ -12,6 +12,7 @@ from keras.src.backend.common import global_state
 from keras.src.random import seed_generator as _seed_generator
 from keras.src.utils.rng_utils import get_random_seed as _get_random_seed
 
+from phalanx._src.compat.facts import facts_of, note_facts
 from phalanx._src.compat.hooks import extend
 from phalanx._src.compat.scope import active_scope, surrounding_scope
 from phalanx.typing import PyTree
@@ -45,25 +46,24 @@ def _global_seed_generator(original: Callable[[], keras.random.SeedGenerator]) -
                 generator = original()
         finally:
             global_state.set_global_attribute("stateless_scope", scope)
-    generator.state._phalanx_generator = generator
+    note_facts(generator.state).is_global_seed = True
     return generator
 
 
 def is_global_seed(state: Variable) -> bool:
     """Whether `state` belongs to a global generator that a traced step has used."""
-    return "_phalanx_generator" in vars(state)
+    return facts_of(state).is_global_seed
 
 
 def continue_global_seed(state: Variable) -> None:
-    """Makes the generator of `state` the global one again if `keras.utils.set_random_seed` has replaced it since the trace.
+    """Makes `state` the state of the global generator again if `keras.utils.set_random_seed` has replaced that since the trace.
 
-    The generator takes over the state of its replacement, so that a compiled step follows a new seed without a new trace.
+    The state takes over the seed of the new generator, so that a compiled step follows a new seed without a new trace.
     """
-    generator = vars(state)["_phalanx_generator"]
-    current = global_state.get_global_attribute(_seed_generator.GLOBAL_SEED_GENERATOR)
-    if current is not generator:
-        state.assign((current or _seed_generator.global_seed_generator()).state.value)
-        global_state.set_global_attribute(_seed_generator.GLOBAL_SEED_GENERATOR, generator)
+    generator = _seed_generator.global_seed_generator()
+    if generator.state is not state:
+        state.assign(generator.state.value)
+        generator.state = state
 
 
 def agree_on_seed(agree: Callable[[np.ndarray], Any]) -> None:

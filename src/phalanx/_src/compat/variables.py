@@ -21,6 +21,7 @@ from jax.typing import ArrayLike
 from keras import Variable as Variable  # noqa: PLC0414  (exported)
 from keras.src.backend.common import global_state
 
+from phalanx._src.compat.facts import facts_of, note_facts
 from phalanx._src.compat.hooks import extend
 from phalanx._src.compat.layouts import layout_of
 from phalanx._src.compat.scope import active_scope, lift_scope
@@ -220,13 +221,12 @@ def on_variable(hear: Callable[[Variable], None]) -> None:
 
 def set_maker(variable: Variable, number: int) -> None:
     """Records the number of the strategy in whose scope a variable was created."""
-    variable._phalanx_maker = number
+    note_facts(variable).maker = number
 
 
 def maker_of(variable: Variable) -> int | None:
     """Returns the number of the strategy in whose scope a variable was created; None outside all scopes."""
-    number: int | None = vars(variable).get("_phalanx_maker")
-    return number
+    return facts_of(variable).maker
 
 
 @extend(keras.metrics.Metric, "add_variable")
@@ -234,19 +234,18 @@ def _add_to_metric(
     original: Callable[..., Variable], self: keras.metrics.Metric, *args: PyTree, **kwargs: PyTree
 ) -> Variable:
     variable = original(self, *args, **kwargs)
-    variable._phalanx_is_of_metric = True
+    note_facts(variable).is_of_metric = True
     return variable
 
 
 def is_of_metric(variable: Variable) -> bool:
     """Whether a metric has created `variable`."""
-    return "_phalanx_is_of_metric" in vars(variable)
+    return facts_of(variable).is_of_metric
 
 
 def place_of_creation(variable: Variable) -> Place | None:
     """Returns the line of user code that created a variable while a function was traced; None for other variables."""
-    place: Place | None = vars(variable).get("_phalanx_place")
-    return place
+    return facts_of(variable).place
 
 
 def make_on_demand(variables: Sequence[Variable], aggregation: str) -> None:
@@ -264,21 +263,22 @@ def keep_equal(variables: Sequence[Variable]) -> None:
 
 def set_outer(variable: Variable, outer: Variable) -> None:
     """Makes `outer` the value of a replica-local variable for all who read it outside the replicas."""
-    variable._phalanx_outer = outer
+    note_facts(variable).outer = outer
 
 
 def outer_of(variable: Variable) -> Variable | None:
     """Returns the variable whose value is read outside the replicas instead of the mean of theirs; None if there is none."""
-    outer: Variable | None = vars(variable).get("_phalanx_outer")
-    return outer
+    return facts_of(variable).outer
 
 
 def take_outer(variables: Sequence[Variable]) -> None:
     """Makes replica-local variables begin with their outer ones, which nobody reads any more."""
     for variable in variables:
-        outer: Variable | None = vars(variable).pop("_phalanx_outer", None)
-        if outer is not None and variable._value is None:
-            variable._value = outer._value
+        outer = outer_of(variable)
+        if outer is not None:
+            note_facts(variable).outer = None
+            if variable._value is None:
+                variable._value = outer._value
 
 
 _checkers: list[Callable[[Variable, Any], None]] = []
@@ -300,7 +300,7 @@ def _getitem(original: Callable[..., jax.Array], self: Variable, idx: object) ->
 def _init(original: Callable[..., Any], self: Variable, initializer: object, *args: PyTree, **kwargs: PyTree) -> None:
     _make(original, self, initializer, *args, **kwargs)
     if lift_scope() is not None:
-        self._phalanx_place = user_place()
+        note_facts(self).place = user_place()
     for hear in _makers:
         hear(self)
 
@@ -337,7 +337,7 @@ def without_large_values(num_bytes: int) -> Iterator[None]:
 
 def is_hollow(variable: Variable) -> bool:
     """Whether `variable` was created without a value, and has got none since."""
-    return variable._value is None and "_phalanx_hollow" in vars(variable)
+    return variable._value is None and facts_of(variable).is_hollow
 
 
 @extend(Variable, "_initialize_with_initializer")
@@ -346,7 +346,7 @@ def _initialize(original: Callable[..., Any], self: Variable, initializer: Calla
         original(self, initializer)
         return
     self._initialize_layout()
-    self._phalanx_hollow, self._value = True, None
+    note_facts(self).is_hollow, self._value = True, None
 
 
 def _read_zeros(variable: Variable) -> bool:

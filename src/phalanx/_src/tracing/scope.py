@@ -13,9 +13,8 @@ from jax import lax
 from typing_extensions import override
 
 from phalanx._src import compat
-from phalanx._src.collectives.compressed import CompressedSum
-from phalanx._src.collectives.compression import Compression
-from phalanx._src.collectives.local_updates import Applied, LocalUpdates, gradients_of, synchronizations
+from phalanx._src.collectives.gradient_path import Aggregation
+from phalanx._src.collectives.local_updates import Applied, LocalUpdates, synchronizations
 from phalanx._src.compat import Variable
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.tracing import averages, context, draws
@@ -77,27 +76,43 @@ class LiftScope(VariableScope):
             self._defer_gradients(strategy, optimizer, grads, variables)
             return
         add_once(optimizer, self.pass_.notes.optimizers)
-        if strategy.local_updates is not None and not self._free_writes:
-            self._apply_locally(strategy.local_updates, optimizer, apply, grads, variables)
+        if self._free_writes:
+            self._apply(optimizer, apply, grads, variables)
             return
-        accumulates = compat.accumulation_steps(optimizer) and not self._free_writes
-        # With one replica too, because a process that joins a group begins alone.
-        accumulators = compat.accumulators(optimizer, variables) if accumulates else []
-        # Each replica adds up its own gradients, so that they are all-reduced once per update instead of once per step. This holds
-        # for all that the optimizer has, because another step may train variables that this one does not.
-        compat.make_on_demand(compat.accumulators(optimizer, None) if accumulates else [], "sum")
-        if accumulates and num_replicas() > 1:
-            grads = self._accumulate(optimizer, _weight(grads), variables, accumulators)
-        elif strategy.compression is not None and not self._free_writes:
-            grads = self._compress(strategy.compression, optimizer, grads, variables)
-        else:
-            grads = self.aggregated(grads)
+        self.aggregations += 1
+        local = strategy.local_updates
+        if local is not None:
+            compat.build_optimizer(optimizer, variables)
+            _require_local(local, optimizer, compat.trained_by(optimizer, variables))
+        full = None if num_replicas() == 1 else strategy.aggregate_gradients
+        path = Aggregation(full, num_replicas(), strategy.compression, local).path(optimizer, grads, variables)
+        grads, state = path.sum(_weight(grads), [self.get_current_value(v) for v in path.variables])
+        self._update(path.variables, state)
+        self._apply(optimizer, apply, grads, variables)
+        if local is not None:
+            self._synchronize(local, optimizer, compat.trained_by(optimizer, variables))
+
+    def _apply(
+        self, optimizer: keras.optimizers.Optimizer, apply: Callable[..., None], grads: Sequence[Any], variables: Any
+    ) -> None:
         with self.updating():
             # The `apply` of a loss-scaling optimizer assigns variables inside `lax.cond`, which JAX does not allow.
             if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
                 compat.apply_stateless(optimizer, grads, variables)
             else:
                 apply(grads, variables)
+
+    def _synchronize(
+        self, local: LocalUpdates, optimizer: keras.optimizers.Optimizer, trained: Sequence[Variable]
+    ) -> None:
+        """Synchronizes what is due after this replica has updated its variables."""
+        written = [e.variable for e in self.entries.values() if e.written and e.policy.on_demand]
+        full = context.get_strategy().aggregate_gradients
+        for each in synchronizations(local, Applied(optimizer, trained, written, full, num_replicas())):
+            values = [self.get_current_value(v) for v in each.variables]
+            with self.updating():
+                values = each.run(values)
+            self._update(each.variables, values)
 
     def _defer_gradients(
         self,
@@ -169,79 +184,10 @@ class LiftScope(VariableScope):
             return strategy.divide_gradients(grads, dims)
         return strategy.aggregate_gradients(grads)
 
-    def _apply_locally(
-        self,
-        local: LocalUpdates,
-        optimizer: keras.optimizers.Optimizer,
-        apply: Callable[..., None],
-        grads: Sequence[Any],
-        variables: Any,
-    ) -> None:
-        """Updates the variables of this replica with its own gradients, and synchronizes what is due then."""
-        self.aggregations += 1
-        compat.build_optimizer(optimizer, variables)
-        trained = compat.trained_by(optimizer, variables)
-        _require_local(local, optimizer, trained)
-        with self.updating():
-            apply(gradients_of(local, _weight(grads), num_replicas()), variables)
-        written = [e.variable for e in self.entries.values() if e.written and e.policy.on_demand]
-        whole = context.get_strategy().aggregate_gradients
-        for each in synchronizations(local, Applied(optimizer, trained, written, whole, num_replicas())):
-            values = [self.get_current_value(v) for v in each.variables]
-            with self.updating():
-                values = each.run(values)
-            self._update(each.variables, values)
-
-    def _compress(
-        self, compression: Compression, optimizer: keras.optimizers.Optimizer, grads: Sequence[Any], variables: Any
-    ) -> Sequence[Any]:
-        self.aggregations += 1
-        compressed = self._compressed(compression, optimizer, grads, variables)
-        sums, new_values = compressed.sum(_weight(grads), [self.get_current_value(v) for v in compressed.variables])
-        self._update(compressed.variables, new_values)
-        return sums
-
-    def _compressed(
-        self, compression: Compression, optimizer: keras.optimizers.Optimizer, grads: Sequence[Any], variables: Any
-    ) -> CompressedSum:
-        compat.build_optimizer(optimizer, variables)
-        trained = compat.trained_by(optimizer, variables)
-        # With one replica too: a group of processes may shrink to one, and a process that joins it begins alone.
-        whole = None if num_replicas() == 1 else context.get_strategy().aggregate_gradients
-        return CompressedSum(compression, whole, optimizer, grads, trained)
-
     def _update(self, variables: Sequence[Variable], values: Sequence[jax.Array]) -> None:
         with self.updating():
             for variable, value in zip(variables, values, strict=True):
                 variable.assign(value)
-
-    def _accumulate(
-        self,
-        optimizer: keras.optimizers.Optimizer,
-        grads: Sequence[Any],
-        variables: Any,
-        accumulators: Sequence[Variable],
-    ) -> Sequence[Any]:
-        """Returns the gradients for Keras's `apply`: all-reduced totals in the last accumulation step, else local gradients.
-
-        One all-reduce per update replaces one per step.
-        """
-        strategy = context.get_strategy()
-        local_sums = [self.get_current_value(a) for a in accumulators]
-        compressed = strategy.compression and self._compressed(strategy.compression, optimizer, grads, variables)
-        state_variables = compressed.variables if compressed else []
-        state = [self.get_current_value(v) for v in state_variables]
-
-        def aggregate_totals() -> PyTree:
-            totals = [None if g is None else g + x for g, x in zip(grads, local_sums, strict=True)]
-            sums, new = compressed.sum(totals, state) if compressed else (strategy.aggregate_gradients(totals), state)
-            return sums, [jnp.zeros_like(x) for x in local_sums], new
-
-        # Keras's `apply` adds the accumulators to the gradients. The totals contain them already, so they become zero before.
-        is_last = compat.is_last_accumulated(optimizer)
-        grads, local_sums, state = lax.cond(is_last, aggregate_totals, lambda: (list(grads), local_sums, state))
-        self._update([*accumulators, *state_variables], [*local_sums, *state])
-        return grads
 
     @override
     def check_stateless_apply(self) -> None:

@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What Phalanx knows about variables. It is kept beside them, because objects of Keras get no attributes of ours."""
+
+import weakref
+from dataclasses import dataclass
+
+from keras import Variable
+from keras.initializers import Initializer
+
+from phalanx.errors.frames import Place
+
+
+@dataclass(slots=True)
+class VariableFacts:
+    """The facts about one variable.
+
+    Attributes:
+      maker: number of the strategy in whose scope it was created. None outside all scopes.
+      place: line of user code that created it while a function was traced. None for other variables.
+      is_of_metric: whether a metric created it.
+      is_residual: whether it holds what the replicas have not sent.
+      is_hollow: whether it was created without a value.
+      is_global_seed: whether it is the state of a global generator that a traced step has used.
+      initializer: initializer of the rows of a table. None for other variables.
+      outer: variable whose value is read outside the replicas instead of the mean of the replicas' values.
+      reference: variable that a slot belongs to. Weak, so that a slot does not keep a dropped model alive.
+      layout_path: path that decides the sharding of a slot: the path of the trained variable. None for its own path.
+    """
+
+    maker: int | None = None
+    place: Place | None = None
+    is_of_metric: bool = False
+    is_residual: bool = False
+    is_hollow: bool = False
+    is_global_seed: bool = False
+    initializer: Initializer | None = None
+    outer: Variable | None = None
+    reference: weakref.ref[Variable] | None = None
+    layout_path: str | None = None
+
+
+_NOTHING = VariableFacts()
+# By id, because variables compare by their values.
+_facts: dict[int, tuple[weakref.ref[Variable], VariableFacts]] = {}
+
+
+def facts_of(variable: Variable) -> VariableFacts:
+    """Returns what is known about a variable, to read it."""
+    known = _facts.get(id(variable))
+    # A copy of a variable, and a variable at the address of one that is being collected, have no facts.
+    return known[1] if known is not None and known[0]() is variable else _NOTHING
+
+
+def note_facts(variable: Variable) -> VariableFacts:
+    """Returns what is known about a variable, to add to it."""
+    facts = facts_of(variable)
+    if facts is _NOTHING:
+        facts, key = VariableFacts(), id(variable)
+        _facts[key] = (weakref.ref(variable, lambda reference: _forget(key, reference)), facts)
+    return facts
+
+
+def _forget(key: int, reference: weakref.ref[Variable]) -> None:
+    if (known := _facts.get(key)) is not None and known[0] is reference:
+        del _facts[key]
