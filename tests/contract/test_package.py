@@ -94,3 +94,11 @@ def test_design_names_the_rooms():
     rooms = {path.parent.name for path in (ROOT / "src/phalanx/_src").glob("*/__init__.py")}
     assert table == [layer for layer in layers if layer in rooms]
     assert set(table) == rooms
+
+
+def test_tour_leads_to_files():
+    """Every file that the tour of CONTRIBUTING.md names exists: in the engine, or below the project's folder."""
+    tour = (ROOT / "CONTRIBUTING.md").read_text().split("## A tour in ten questions")[1].split("\n## ")[0]
+    files = re.findall(r"`([a-z_/]+\.py)`", tour)
+    assert len(files) > 10
+    assert [f for f in files if not any((ROOT / room / f).exists() for room in ("src/phalanx/_src", "."))] == []
