@@ -19,6 +19,8 @@ PAGES = (
     "docs/from_keras_distribution.md",
     "docs/from_horovod.md",
     "docs/from_accelerate.md",
+    "docs/from_jax.md",
+    "docs/from_lightning.md",
     "docs/from_estimator.md",
     "docs/optax_and_flax.md",
     "docs/mixed_precision.md",
@@ -134,17 +136,24 @@ def test_figures_of_the_readme_are_those_of_the_benchmarks():
     ] == []
 
 
-def test_program_for_keras_distribution_prints_the_same(tmp_path):
-    """The page's program for Keras alone prints what the page says that both programs print."""
-    page = "docs/from_keras_distribution.md"
-    program = program_of(page, "python keras")
-    printed = run(program, tmp_path / "keras_program.py", JAX_NUM_CPU_DEVICES="2", NPROC="4").stdout
+@pytest.mark.parametrize(
+    ("page", "language"), [("docs/from_keras_distribution.md", "keras"), ("docs/from_jax.md", "jax")]
+)
+def test_program_for_a_peer_prints_the_same(page, language, tmp_path):
+    """The page's program for Keras or JAX alone prints what the page says that both programs print."""
+    program = program_of(page, f"python {language}")
+    printed = run(program, tmp_path / f"{language}_program.py", JAX_NUM_CPU_DEVICES="2", NPROC="4").stdout
     ((_, expected),) = blocks(page, "text")
     assert printed == expected
 
 
 @pytest.mark.parametrize(
-    ("page", "language"), [("docs/from_horovod.md", "horovod"), ("docs/from_accelerate.md", "accelerate")]
+    ("page", "language"),
+    [
+        ("docs/from_horovod.md", "horovod"),
+        ("docs/from_accelerate.md", "accelerate"),
+        ("docs/from_lightning.md", "lightning"),
+    ],
 )
 def test_program_of_a_peer_is_python(page, language):
     """The programs of libraries that are not installed here compile at least."""
