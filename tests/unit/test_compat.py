@@ -154,6 +154,16 @@ def test_variable_layout_is_that_of_distribution():
     assert len(v.value.devices()) == 2
 
 
+@pytest.mark.parametrize("shape", [(), (5,), (5, 2)])
+def test_data_layout_takes_any_rows(shape):
+    """KerasHub's `generate` asks for it: rows that the devices cannot share equally are whole on each of them."""
+    topology = Topology.of(["cpu:3", "cpu:1"])
+    with compat.variable_layout(topology.sharding_of, topology.mesh):
+        layout = keras.distribution.distribution().get_data_layout(shape)
+    rows = keras.distribution.distribute_tensor(np.ones(shape), layout)
+    assert rows.sharding.is_equivalent_to(topology.replicated, len(shape))
+
+
 def test_path_of_a_slot():
     """`add_variable_from_reference` makes every slot that has its variable's shape; its layout is that of the variable."""
     model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(3)])

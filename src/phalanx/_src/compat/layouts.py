@@ -28,6 +28,10 @@ class _Layout(keras.distribution.DataParallel):
     def get_variable_layout(self, variable: Variable) -> jax.sharding.NamedSharding:
         return self._sharding_of(layout_path(variable), variable.shape)
 
+    def get_data_layout(self, data_shape: Sequence[int]) -> keras.distribution.TensorLayout:
+        """Whole on every device: rows that a library places by Keras's distribution are those of no step of the strategy."""
+        return keras.distribution.TensorLayout([None] * len(data_shape), self.device_mesh)
+
 
 @contextmanager
 def variable_layout(sharding_of: ShardingOf, mesh: jax.sharding.Mesh) -> Iterator[None]:
