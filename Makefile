@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 DEMO_INSTALLED := .venv/.demo-installed
 
-.PHONY: help demo demo-crash demo-multi-worker demo-ps test-fast test test-all draws mutants test-sources test-topologies test-oldest test-newest coverage coverage-no-jax bench gpu soak check docs clean
+.PHONY: help demo demo-crash demo-multi-worker demo-ps test-fast test test-all draws mutants test-hub test-sources test-topologies test-oldest test-newest coverage coverage-no-jax bench gpu soak check docs clean
 
 help: ## list these targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
@@ -37,6 +37,9 @@ test-all: $(INSTALLED) ## run every cell of every table, on optimized programs, 
 
 draws: $(INSTALLED) ## run the property tests with hundreds of random cases each
 	PHALANX_TEST_DRAWS=1 $(BIN)/python -m pytest -q -n 3 --dist loadscope -m hypothesis tests
+
+test-hub: .venv-hub/.installed ## train models of KerasHub under strategies, in an environment of their own
+	.venv-hub/bin/python -m pytest -q tests/hub
 
 test-sources: .venv-sources/.installed ## run the tests of TensorFlow, torch and Hugging Face datasets, in an environment of their own
 	.venv-sources/bin/python -m pytest -q tests/sources tests/docs/test_pages.py::test_tensorflow_program_prints_the_same
@@ -120,6 +123,13 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[data,demo,docs,ps,test]"
 	touch $(DEMO_INSTALLED) $@
 
+# Without KerasHub's dependencies, but for those that it imports: TensorFlow would be a gigabyte, and no model needs it.
+.venv-hub/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv-hub
+	.venv-hub/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[cli,data]" pytest
+	.venv-hub/bin/python -m pip install --quiet --disable-pip-version-check --no-deps keras-hub==0.32.0 regex==2026.11.19 tokenizers==0.23.3
+	touch $@
+
 # Libraries whose datasets Phalanx takes, but does not need. TensorFlow 2.21 wants an older h5py than the constraints.
 .venv-sources/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-sources
@@ -136,4 +146,4 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 clean: ## remove the environments and what demos have written
-	rm -rf .venv .venv-newest .venv-oldest .venv-sources .venv-topologies out build dist .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-hub .venv-newest .venv-oldest .venv-sources .venv-topologies out build dist .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache

@@ -16,6 +16,7 @@ from tests import forks
 from phalanx._src.launch.plan import free_ports
 
 _HERE = Path(__file__).resolve().parent
+_ROOMS = ("contract", "hub", "sources")
 _OF_THIS_PROCESS = ("NPROC", "PHALANX_CPU_DEVICES", "XLA_FLAGS")
 _START_S = 300.0
 
@@ -25,15 +26,16 @@ class ClusterError(RuntimeError):
 
 
 class Cluster:
-    """Workers that run the functions of `tasks`; all of them the same one at a time.
+    """Workers that run the functions of a module; all of them the same one at a time.
 
     Args:
       workers: how many processes.
       devices: how many CPU devices each of them has.
+      tasks: the name of the module.
     """
 
-    def __init__(self, workers: int, devices: int) -> None:
-        self.workers, self.devices = workers, devices
+    def __init__(self, workers: int, devices: int, tasks: str = "tasks") -> None:
+        self.workers, self.devices, self._tasks = workers, devices, tasks
         self._processes: list[subprocess.Popen] = []
         self._pipes: list[Connection] = []
         self._logs: list[Any] = []
@@ -50,7 +52,7 @@ class Cluster:
             closable.close()
 
     def call(self, task: str, deadline_s: float = 300.0, **kwargs: Any) -> list[Any]:
-        """Calls `tasks.<task>(strategy, **kwargs)` in every worker, and returns what each of them returned.
+        """Calls `<task>(strategy, **kwargs)` of the module in every worker, and returns what each of them returned.
 
         An exception there is returned as the text "Class: message".
 
@@ -73,13 +75,11 @@ class Cluster:
         one_device = {"NPROC": str(max(1, (os.cpu_count() or 1) // self.workers))}
         environment = {k: v for k, v in os.environ.items() if k not in _OF_THIS_PROCESS} | {
             "TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}),
-            "PYTHONPATH": os.pathsep.join(
-                map(str, (_HERE, _HERE.parent / "sources", _HERE.parent / "contract", *path))
-            ),
+            "PYTHONPATH": os.pathsep.join(map(str, (_HERE, *(_HERE.parent / name for name in _ROOMS), *path))),
             "XLA_FLAGS": "--xla_cpu_collective_call_terminate_timeout_seconds=12",
             **(one_device if self.devices == 1 else {"PHALANX_CPU_DEVICES": str(self.devices)}),
         }
-        command = [sys.executable, _HERE / "worker.py", theirs.fileno()]
+        command = [sys.executable, _HERE / "worker.py", theirs.fileno(), self._tasks]
         self._processes.append(
             forks.Popen(list(map(str, command)), env=environment, stdout=log, stderr=log, pass_fds=[theirs.fileno()])
         )

@@ -1,5 +1,6 @@
-"""One worker of a cluster, which TF_CONFIG describes: python worker.py <file descriptor of a pipe>."""
+"""One worker of a cluster, which TF_CONFIG describes: python worker.py <file descriptor of a pipe> <module of tasks>."""
 
+import importlib
 import sys
 import traceback
 from multiprocessing.connection import Connection
@@ -7,11 +8,10 @@ from multiprocessing.connection import Connection
 import phalanx  # Before Keras, whose backend it chooses.
 
 
-def main(descriptor: int) -> None:
+def main(descriptor: int, module: str) -> None:
     """Does what the test asks for, until the pipe is closed."""
     strategy = phalanx.MultiWorkerMirroredStrategy()
-    import tasks
-
+    tasks = importlib.import_module(module)
     pipe = Connection(descriptor)
     pipe.send(f"ready: {phalanx.__version__}")
     while True:
@@ -28,4 +28,4 @@ def main(descriptor: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main(int(sys.argv[1]), sys.argv[2])
