@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Phalanx: the tf.distribute.Strategy system on JAX and Keras 3."""
 
-import difflib
 import importlib
 import importlib.util
 import os
@@ -10,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from phalanx.errors import InvalidArgumentError
 from phalanx.errors.frames import hide_of_uncaught
+from phalanx.errors.names import nearest, no_such_name
 
 if TYPE_CHECKING:
     from phalanx.api import *
@@ -55,7 +55,7 @@ def __getattr__(name: str) -> Any:
     if name == "__version__":
         return importlib.import_module("importlib.metadata").version("phalanx")
     if name.startswith("__") and name != "__all__":
-        raise AttributeError(f"module 'phalanx' has no attribute {name!r}")
+        raise no_such_name(__name__, name, "")
     # Modules first, and each alone: those of clusters and of the launcher know nothing of JAX.
     if importlib.util.find_spec(f"phalanx.{name}"):
         return importlib.import_module(f"phalanx.{name}")
@@ -63,7 +63,7 @@ def __getattr__(name: str) -> Any:
     api = importlib.import_module("phalanx.api")
     globals().update({public: getattr(api, public) for public in api.__all__}, __all__=api.__all__)
     if name not in globals():
-        raise AttributeError(f"module 'phalanx' has no attribute {name!r}{_hint(name)}", name=name)
+        raise no_such_name(__name__, name, _meant(name))
     return globals()[name]
 
 
@@ -90,15 +90,13 @@ _ROOMS = (
 )
 
 
-def _hint(name: str) -> str:
-    """Returns a hint for a missing name: the same name in a submodule, or the nearest name."""
+def _meant(name: str) -> str:
+    """Returns what to write instead of a missing name: the same name in a submodule, or the nearest name."""
     if name == "distribute":
-        return "\nHINT: phalanx itself has the names of tf.distribute, for example phalanx.MirroredStrategy"
+        return "phalanx itself has the names of tf.distribute, for example phalanx.MirroredStrategy"
     rooms = {f"phalanx.{room}": importlib.import_module(f"phalanx.{room}") for room in _ROOMS}
-    suggestion = next((f"{path}.{name}" for path, room in rooms.items() if hasattr(room, name)), "")
-    if not suggestion and (near := difflib.get_close_matches(name, __dir__(), n=1)):
-        suggestion = f"phalanx.{near[0]}"
-    return f"\nHINT: {suggestion}" if suggestion else ""
+    same = next((f"{path}.{name}" for path, room in rooms.items() if hasattr(room, name)), "")
+    return same or nearest(name, __name__, __dir__())
 
 
 def __dir__() -> list[str]:

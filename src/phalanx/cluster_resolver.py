@@ -11,6 +11,7 @@ from phalanx._src.cluster.resolvers.tf_config import TFConfigClusterResolver
 from phalanx._src.cluster.resolvers.tpu import TPUClusterResolver
 from phalanx._src.cluster.resolvers.union import UnionResolver
 from phalanx._src.cluster.spec import ClusterSpec
+from phalanx.errors.names import suggest_names
 
 __all__ = [
     "ClusterResolver",
@@ -25,3 +26,5 @@ __all__ = [
     "TPUClusterResolver",
     "UnionResolver",
 ]
+
+suggest_names(__name__)

@@ -6,6 +6,7 @@ from phalanx._src.parameter_server.scheduling.cluster import ClusterCoordinator
 from phalanx._src.parameter_server.scheduling.progress import Status
 from phalanx._src.parameter_server.scheduling.queue import RemoteValue
 from phalanx._src.parameter_server.scheduling.values import PerWorkerDataset, PerWorkerValues
+from phalanx.errors.names import suggest_names
 
 PerWorkerValue = PerWorkerValues
 """The newer name of `PerWorkerValues`."""
@@ -19,3 +20,5 @@ __all__ = [
     "Status",
     "experimental_get_current_worker_index",
 ]
+
+suggest_names(__name__)

@@ -3,5 +3,8 @@
 
 from phalanx._src.elastic.steps import Steps, steps
 from phalanx._src.options import ElasticOptions
+from phalanx.errors.names import suggest_names
 
 __all__ = ["ElasticOptions", "Steps", "steps"]
+
+suggest_names(__name__)

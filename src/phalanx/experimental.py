@@ -20,6 +20,7 @@ from phalanx._src.parameter_server.variables.sharded import ShardedVariable
 from phalanx._src.strategies import multi_worker, tpu
 from phalanx._src.strategies.central_storage import CentralStorageStrategy
 from phalanx._src.strategies.parameter_server import ParameterServerStrategy
+from phalanx.errors.names import suggest_names
 
 CollectiveCommunication = CommunicationImplementation
 CollectiveHints = CommunicationOptions
@@ -109,3 +110,5 @@ __all__ = [
     "partitioners",
     "step_times",
 ]
+
+suggest_names(__name__)

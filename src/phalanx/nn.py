@@ -12,6 +12,7 @@ from phalanx._src.mesh.arrays import over_rows
 from phalanx._src.options import ReduceOp
 from phalanx._src.tracing import context
 from phalanx.errors import ContextError, InvalidArgumentError, shown
+from phalanx.errors.names import suggest_names
 from phalanx.typing import PyTree
 
 __all__ = ["compute_average_loss", "scale_regularization_loss"]
@@ -137,3 +138,6 @@ def _checked_size(size: ArrayLike) -> jax.Array:
     if not isinstance(array, jax.core.Tracer) and int(array) < 0:
         raise InvalidArgumentError(f"global_batch_size={shown(size)}", "must be 0 or more.", "global_batch_size=64")
     return array
+
+
+suggest_names(__name__)

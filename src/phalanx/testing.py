@@ -25,6 +25,7 @@ from phalanx._src.mesh.values import is_distributed
 from phalanx._src.programs.slots import slot_of
 from phalanx._src.tools.describe import variables_of
 from phalanx.errors import DivergenceError, InvalidArgumentError, StartupError, arguments, shown
+from phalanx.errors.names import suggest_names
 from phalanx.typing import PyTree
 
 __all__ = ["VirtualNetwork", "assert_in_sync", "assert_restores_everywhere", "virtual_topology"]
@@ -310,3 +311,6 @@ def _content(batch: PyTree) -> PyTree:
         batch,
         is_leaf=is_distributed,
     )
+
+
+suggest_names(__name__)

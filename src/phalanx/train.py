@@ -4,6 +4,7 @@
 from phalanx._src.checkpoint.checkpoint import Checkpoint, CheckpointOptions, CheckpointStatus
 from phalanx._src.checkpoint.manager import CheckpointManager, checkpoints_iterator, latest_checkpoint
 from phalanx._src.checkpoint.reader import CheckpointReader, list_variables, load_checkpoint, load_variable
+from phalanx.errors.names import suggest_names
 
 __all__ = [
     "Checkpoint",
@@ -17,3 +18,5 @@ __all__ = [
     "load_checkpoint",
     "load_variable",
 ]
+
+suggest_names(__name__)

@@ -43,6 +43,7 @@ from collections.abc import Sequence
 from typing import Self
 
 from phalanx.errors.frames import user_place
+from phalanx.errors.names import suggest_names
 
 __all__ = [
     "AggregationError",
@@ -274,3 +275,6 @@ def warn_of_slip(found: str, hint: str, category: type[UserWarning] = SlipWarnin
         warnings.warn(message, category, stacklevel=2)
     else:
         warnings.warn_explicit(message, category, place.filename, place.lineno)
+
+
+suggest_names(__name__)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public names of `tf.estimator`: model functions, ready-made models, hooks, and `train_and_evaluate`."""
 
-from typing import Any
-
 from phalanx._src.input.sources.functions import InputContext
 from phalanx.errors import NanLossDuringTrainingError  # noqa: F401  (its home is `phalanx.errors`)
+from phalanx.errors.names import suggest_names
 from phalanx.estimator import experimental, export, inputs, tpu
 from phalanx.estimator.baselines import BaselineClassifier, BaselineEstimator, BaselineRegressor
 from phalanx.estimator.class_heads import BinaryClassHead, MultiClassHead
@@ -21,7 +20,7 @@ from phalanx.estimator.hooks.saving import CheckpointSaverHook, CheckpointSaverL
 from phalanx.estimator.hooks.timer import SecondOrStepTimer
 from phalanx.estimator.keras_model import model_to_estimator
 from phalanx.estimator.linear import LinearClassifier, LinearEstimator, LinearRegressor
-from phalanx.estimator.missing import no_such_name
+from phalanx.estimator.missing import INSTEAD
 from phalanx.estimator.optimizing import minimize
 from phalanx.estimator.saved_model import SavedModel, load_saved_model
 from phalanx.estimator.session import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
@@ -95,6 +94,4 @@ __all__ = [
     "train_and_evaluate",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    raise no_such_name(__name__, name)
+suggest_names(__name__, INSTEAD)

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public names of `tf.estimator.experimental`."""
 
-from typing import Any
-
+from phalanx.errors.names import suggest_names
 from phalanx.estimator.hooks.stopping import (
     make_early_stopping_hook,
     read_eval_metrics,
@@ -11,7 +10,7 @@ from phalanx.estimator.hooks.stopping import (
     stop_if_no_decrease_hook,
     stop_if_no_increase_hook,
 )
-from phalanx.estimator.missing import no_such_name
+from phalanx.estimator.missing import INSTEAD
 
 __all__ = [
     "make_early_stopping_hook",
@@ -22,6 +21,4 @@ __all__ = [
     "stop_if_no_increase_hook",
 ]
 
-
-def __getattr__(name: str) -> Any:
-    raise no_such_name(__name__, name)
+suggest_names(__name__, INSTEAD)

@@ -9,7 +9,8 @@ import jax
 import numpy as np
 
 from phalanx.errors import InvalidArgumentError, shown
-from phalanx.estimator.missing import no_such_name
+from phalanx.errors.names import suggest_names
+from phalanx.estimator.missing import INSTEAD
 from phalanx.typing import PyTree
 
 __all__ = ["ServingInputReceiver", "build_parsing_serving_input_receiver_fn", "build_raw_serving_input_receiver_fn"]
@@ -133,5 +134,4 @@ def is_text(dtype: Any) -> bool:
     return np.dtype(dtype).kind in "OSU"
 
 
-def __getattr__(name: str) -> Any:
-    raise no_such_name(__name__, name)
+suggest_names(__name__, INSTEAD)

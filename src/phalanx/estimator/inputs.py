@@ -8,6 +8,7 @@ import jax
 import numpy as np
 
 from phalanx.errors import InvalidArgumentError, arguments, shown
+from phalanx.errors.names import suggest_names
 
 __all__ = ["numpy_input_fn", "pandas_input_fn"]
 
@@ -110,3 +111,6 @@ def pandas_input_fn(x: Any, y: Any = None, **options: Any) -> Callable[[], Any]:
         raise InvalidArgumentError(f"x={shown(x)}", "must be a pandas.DataFrame.", "numpy_input_fn(x, y)")
     features = {str(name): x[name].to_numpy() for name in x.columns}
     return numpy_input_fn(features, None if y is None else y.to_numpy(), **options)
+
+
+suggest_names(__name__)

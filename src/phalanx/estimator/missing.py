@@ -6,7 +6,7 @@ _MODEL_FN = "a model_fn with layers of Keras"
 _TREES = "a library of trees; TensorFlow removed these estimators before the rest"
 _PROTOS = "build_raw_serving_input_receiver_fn(features); no tf.Example is parsed"
 
-_INSTEAD = {
+INSTEAD = {
     "BoostedTreesClassifier": _TREES,
     "BoostedTreesEstimator": _TREES,
     "BoostedTreesRegressor": _TREES,
@@ -35,9 +35,3 @@ _INSTEAD = {
     "placeholder": _NO_GRAPH,
     "regressor_parse_example_spec": _PROTOS,
 }
-
-
-def no_such_name(module: str, name: str) -> AttributeError:
-    """Returns the error for a name that a module does not have."""
-    hint = f"\nHINT: {_INSTEAD[name]}" if name in _INSTEAD else ""
-    return AttributeError(f"module {module!r} has no attribute {name!r}{hint}", name=name)

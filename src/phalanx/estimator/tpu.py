@@ -12,6 +12,7 @@ from phalanx._src.cluster.resolvers.base import ClusterResolver
 from phalanx._src.strategies.base import Strategy
 from phalanx._src.strategies.tpu import TPUStrategy
 from phalanx.errors import InvalidArgumentError, arguments, shown
+from phalanx.errors.names import suggest_names
 from phalanx.estimator import config as estimator_config
 from phalanx.estimator.estimator import Estimator
 from phalanx.estimator.session import SessionRunHook
@@ -356,3 +357,6 @@ def _metrics_of(eval_metrics: Any) -> Mapping[str, Any] | None:
     metric_fn, args = eval_metrics
     metrics: Mapping[str, Any] = metric_fn(**args) if isinstance(args, Mapping) else metric_fn(*args)
     return metrics
+
+
+suggest_names(__name__)

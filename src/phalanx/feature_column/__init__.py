@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public names of `tf.feature_column`: descriptions of features, and the Keras layers that read them."""
 
+from phalanx.errors.names import suggest_names
 from phalanx.feature_column.categorical import categorical_column_with_hash_bucket, categorical_column_with_identity
 from phalanx.feature_column.crossed import crossed_column
 from phalanx.feature_column.dense import embedding_column, indicator_column, shared_embeddings
@@ -31,3 +32,5 @@ __all__ = [
     "shared_embeddings",
     "weighted_categorical_column",
 ]
+
+suggest_names(__name__)

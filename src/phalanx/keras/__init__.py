@@ -4,6 +4,7 @@
 Importing the package makes models that are created in the scope of a strategy train on its replicas.
 """
 
+from phalanx.errors.names import suggest_names
 from phalanx.keras import bridge as bridge
 from phalanx.keras.backup import BackupAndRestore
 from phalanx.keras.callbacks import SyncCheck
@@ -28,3 +29,5 @@ __all__ = [
     "set_cpu_kernels",
     "set_logits_recovery",
 ]
+
+suggest_names(__name__)

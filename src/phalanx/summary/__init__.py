@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public names of `tf.summary`: records values of a training, also inside compiled steps."""
 
+from phalanx.errors.names import suggest_names
 from phalanx.summary import experimental, trackers
 from phalanx.summary.ops import audio, histogram, image, record_if, scalar, should_record_summaries, text, write
 from phalanx.summary.traces import graph, trace_export, trace_off, trace_on
@@ -27,3 +28,5 @@ __all__ = [
     "trackers",
     "write",
 ]
+
+suggest_names(__name__)

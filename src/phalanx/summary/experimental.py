@@ -7,6 +7,7 @@ import jax
 
 from phalanx._src.tracing.records import defaults
 from phalanx.errors import InvalidArgumentError
+from phalanx.errors.names import suggest_names
 from phalanx.summary.steps import checked_step
 
 __all__ = ["get_step", "set_step"]
@@ -52,3 +53,6 @@ def set_step(step: Any) -> None:
             "with writer.as_default(step): in the function, or set_step(step) before it is called",
         )
     defaults.step = checked_step(step)
+
+
+suggest_names(__name__)

@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from phalanx._src.tracing.records import Record
 from phalanx.errors import InvalidArgumentError, MissingDependencyError, arguments, shown
+from phalanx.errors.names import suggest_names
 from phalanx.summary.events import computed, is_installed
 
 __all__ = ["CSVTracker", "MLflowTracker", "Tracker", "WandbTracker"]
@@ -259,3 +260,6 @@ def _require(library: str, tracker: str) -> None:
         raise MissingDependencyError(
             f"{tracker}(...)", f"it needs the library {library}, which is not installed.", f"pip install {library}"
         )
+
+
+suggest_names(__name__)

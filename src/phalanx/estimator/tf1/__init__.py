@@ -4,14 +4,13 @@
 The functions work on arrays of JAX. Layers are those of Keras.
 """
 
-from typing import Any
-
 from numpy import float32, float64, int32, int64
 
 from phalanx import estimator, feature_column, summary
+from phalanx.errors.names import suggest_names
 from phalanx.estimator import inputs
 from phalanx.estimator.graph import identity
-from phalanx.estimator.missing import no_such_name
+from phalanx.estimator.missing import INSTEAD
 from phalanx.estimator.tf1 import data, distribute, layers, losses, metrics, nn, tpu, train
 from phalanx.typing import PyTree
 
@@ -29,5 +28,4 @@ def group(*updates: PyTree) -> list[PyTree]:
     return list(updates)
 
 
-def __getattr__(name: str) -> Any:
-    raise no_such_name(__name__, name)
+suggest_names(__name__, INSTEAD)
