@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 def test_oldest_versions_are_the_lower_bounds():
     """Each dependency, and each of an extra that a user may ask for, has its lower bound in the file, and no other."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = [project["optional-dependencies"][name] for name in ("checkpoint", "data", "ps", "cli", "tensorboard")]
+    extras = [project["optional-dependencies"][name] for name in ("data", "ps", "tensorboard")]
     required = [Requirement(text) for texts in (project["dependencies"], *extras) for text in texts]
     promised = {
         requirement.name: Version(bound.version)

@@ -17,6 +17,7 @@ from typing import Any, final
 import jax
 import keras
 import numpy as np
+from safetensors.numpy import load_file, save_file
 
 from phalanx import feature_column
 from phalanx._src.typed_jax import shape_dtype
@@ -58,10 +59,9 @@ def export_graph(
     Raises:
       CheckpointError: the folder cannot be written to.
       InvalidArgumentError: the program depends on the number of rows, or a file is missing.
-      MissingDependencyError: flatbuffers or safetensors is not installed.
+      MissingDependencyError: flatbuffers is not installed.
     """
-    _require_libraries()
-    from safetensors.numpy import save_file
+    _require_flatbuffers()
 
     hint = "serving_input_receiver_fn=estimator.export.build_raw_serving_input_receiver_fn(features)"
     arguments.instance("the result of serving_input_receiver_fn", receiver, ServingInputReceiver, hint)
@@ -127,9 +127,8 @@ class SavedModel:
     """
 
     def __init__(self, folder: str) -> None:
-        _require_libraries()
+        _require_flatbuffers()
         from jax import export
-        from safetensors.numpy import load_file
 
         path = Path(folder)
         try:
@@ -203,7 +202,7 @@ def load_saved_model(path: str | os.PathLike[str]) -> SavedModel:
     Raises:
       CheckpointError: the folder is no export, or is incomplete.
       InvalidArgumentError: `path` is not a path.
-      MissingDependencyError: flatbuffers or safetensors is not installed.
+      MissingDependencyError: flatbuffers is not installed.
 
     Example:
       >>> import phalanx.estimator as estimator
@@ -297,11 +296,10 @@ def _checked_assets(assets: Any) -> dict[str, str]:
     return paths
 
 
-def _require_libraries() -> None:
-    for name in ("flatbuffers", "safetensors"):
-        if importlib.util.find_spec(name) is None:
-            raise MissingDependencyError(
-                "an exported model",
-                f"it needs the library {name}, which is not installed.",
-                'pip install ".[estimator]" in a clone of Phalanx',
-            )
+def _require_flatbuffers() -> None:
+    if importlib.util.find_spec("flatbuffers") is None:
+        raise MissingDependencyError(
+            "an exported model",
+            "it needs the library flatbuffers, which is not installed.",
+            'pip install ".[estimator]" in a clone of Phalanx',
+        )

@@ -365,15 +365,3 @@ def test_launcher_imports_no_jax(environment):
     code = f"import sys, phalanx._src.launch.cli; print([m for m in {[*FOREIGN, 'rich']} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=500)
     assert (done.stdout, done.stderr) == ("[]\n", "")
-
-
-def test_missing_click_names_the_package(environment, tmp_path):
-    (tmp_path / "click.py").write_text("raise ImportError")
-    environ = {**environment, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path])}
-    code = "from phalanx._src.launch.cli import main"
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 1
-    assert (
-        done.stderr
-        == 'phalanx: the command line needs click and rich.\nHINT: pip install ".[cli]" in a clone of Phalanx\n'
-    )

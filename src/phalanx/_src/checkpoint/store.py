@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoint files. Each is one file in the safetensors format, so that a checkpoint is there completely or not at all.
 
-The arrays are the tensors of the file. Everything else is JSON in the metadata of the file. This module alone imports the library
-safetensors, which reads and exports. Checkpoints are written here, array by array, so that training goes on meanwhile: the library
+The arrays are the tensors of the file. Everything else is JSON in the metadata of the file. The library
+safetensors reads and exports. Checkpoints are written here, array by array, so that training goes on meanwhile: the library
 copies all arrays into one buffer first, and holds Python's lock. The format is described at
 https://huggingface.co/docs/safetensors/index#format.
 """
@@ -15,13 +15,14 @@ import struct
 from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import ml_dtypes  # noqa: F401  (NumPy knows the names of JAX's dtypes after this import.)
 import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
-from phalanx.errors import CheckpointError, MissingDependencyError
+from phalanx.errors import CheckpointError
 
 SUFFIX = ".safetensors"
 _FORMAT = "phalanx-checkpoint-1"
@@ -40,16 +41,6 @@ _DTYPES = {
 """The dtypes of the format that NumPy has. Arrays of other dtypes are stored as bytes, with the name of the dtype in the notes."""
 
 _CODES = {name: code for code, name in _DTYPES.items()}
-
-
-def _safetensors() -> ModuleType:
-    try:
-        import safetensors.numpy
-    except ImportError as e:
-        raise MissingDependencyError(
-            "a checkpoint", "it needs the library safetensors, which is not installed.", 'pip install ".[checkpoint]"'
-        ) from e
-    return safetensors
 
 
 def file_of(path: str | os.PathLike[str]) -> Path:
@@ -74,7 +65,6 @@ def write(file: Path, arrays: Mapping[str, np.ndarray], notes: Mapping[str, Any]
     Raises:
       CheckpointError: the file exists already or cannot be written.
     """
-    _safetensors()  # Nobody could read the file without it.
     refuse_existing(file)
     beside = file.with_name(f".{file.name}.{os.getpid()}.part")
     dtypes = {name: array.dtype.name for name, array in arrays.items() if array.dtype.name not in _CODES}
@@ -171,6 +161,10 @@ def _refuse_write(file: Path, error: Exception) -> CheckpointError:
     )
 
 
+def _opened(file: Path) -> Any:  # The library does not tell the types of its methods.
+    return safe_open(file, "numpy")
+
+
 class CheckpointFile:
     """A checkpoint file that is open for reading. Arrays are read one at a time.
 
@@ -182,7 +176,6 @@ class CheckpointFile:
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        library = _safetensors()
         self.file = file_of(path)
         if not _is_file(self.file):
             raise CheckpointError(
@@ -191,9 +184,9 @@ class CheckpointFile:
                 _nearest(self.file),
             )
         try:
-            self._open: Any = library.safe_open(self.file, "numpy")
+            self._open = _opened(self.file)
             metadata = self._open.metadata() or {}
-        except (OSError, library.SafetensorError) as e:
+        except (OSError, SafetensorError) as e:
             raise CheckpointError(
                 f"the checkpoint {_short(self.file)}",
                 f"the file cannot be read: it is incomplete, or not a checkpoint ({e}).",
@@ -242,17 +235,16 @@ def export_arrays(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
     Raises:
       CheckpointError: the file cannot be written.
     """
-    library = _safetensors()
     plain = set(_CODES) if file.suffix == SUFFIX else set(_CODES) - {"bfloat16"}
     converted = {
         n: a if a.dtype.name in plain or a.dtype.kind != "V" else a.astype(np.float32) for n, a in arrays.items()
     }
     try:
         if file.suffix == SUFFIX:
-            library.numpy.save_file(converted, file)
+            save_file(converted, file)
         else:
             np.savez(file, **converted)  # type: ignore[arg-type]
-    except (OSError, library.SafetensorError) as e:
+    except (OSError, SafetensorError) as e:
         raise _refuse_write(file, e) from e
 
 

@@ -11,14 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
+import click
 from typing_extensions import override
-
-try:
-    import click
-except ImportError as e:
-    raise SystemExit(
-        'phalanx: the command line needs click and rich.\nHINT: pip install ".[cli]" in a clone of Phalanx'
-    ) from e
 
 from phalanx._src.cluster.connections.secret import TOKEN, new_token
 from phalanx._src.cluster.resolvers.base import ClusterResolver

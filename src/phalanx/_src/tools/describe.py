@@ -16,7 +16,7 @@ from phalanx._src.mesh.topology import Topology
 from phalanx._src.options import InputOptions
 from phalanx._src.strategies.base import Strategy
 from phalanx._src.tracing.strategy import check_strategy
-from phalanx.errors import InvalidArgumentError, MissingDependencyError, arguments, shown
+from phalanx.errors import InvalidArgumentError, arguments, shown
 
 
 def describe(strategy: Strategy, *objects: object, console: Any = None) -> None:
@@ -31,7 +31,6 @@ def describe(strategy: Strategy, *objects: object, console: Any = None) -> None:
       console: a `rich.console.Console`. None is the terminal.
 
     Raises:
-      MissingDependencyError: rich is not installed.
       InvalidArgumentError: an object is not a variable and has no variables.
 
     Example:
@@ -56,15 +55,11 @@ def describe(strategy: Strategy, *objects: object, console: Any = None) -> None:
         cpu:0    4.1 kB
         cpu:1    4.1 kB
     """
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-    except ImportError as e:
-        raise MissingDependencyError(
-            "phalanx.describe(...)", "the package rich is not installed.", 'pip install ".[cli]" in a clone of Phalanx'
-        ) from e
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
     check_strategy("strategy", strategy, "phalanx.describe(strategy, model)")
     variables = [v for o in objects for v in variables_of("describe", o)]
     if console is None:

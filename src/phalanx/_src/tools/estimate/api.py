@@ -38,11 +38,7 @@ class Estimates(Sequence[Estimate]):
         return len(self._estimates)
 
     def print(self) -> None:
-        """Prints a table. May be called in any context.
-
-        Raises:
-          MissingDependencyError: rich is not installed.
-        """
+        """Prints a table. May be called in any context."""
         report.print_table(self.name, self)
 
     def save(self, path: str | Path) -> None:

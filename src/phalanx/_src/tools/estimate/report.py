@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from phalanx._src.tools.estimate.prediction import Estimate
-from phalanx.errors import MissingDependencyError
 
 _COLUMNS = ("topology", "replicas", "rows", "memory", "full", "FLOP", "exchanged", "step", "efficiency", "bound by")
 _WIDTH = 110
@@ -13,19 +12,11 @@ _WIDTH = 110
 
 
 def print_table(name: str, estimates: Sequence[Estimate]) -> None:
-    """Prints predictions as a table, and the collectives and the advice below it.
+    """Prints predictions as a table, and the collectives and the advice below it."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
 
-    Raises:
-      MissingDependencyError: rich is not installed.
-    """
-    try:
-        from rich import box
-        from rich.console import Console
-        from rich.table import Table
-    except ImportError as e:
-        raise MissingDependencyError(
-            "estimates.print()", "the package rich is not installed.", 'pip install ".[cli]" in a clone of Phalanx'
-        ) from e
     console = Console(highlight=False)
     console.width = max(console.width, _WIDTH)
     table = Table(title=f"One step of {name}: predicted, not run", box=box.SIMPLE, padding=(0, 1), title_justify="left")
