@@ -1,6 +1,9 @@
 """Names of devices, and virtual devices."""
 
+import importlib.machinery
 import os
+import sys
+import types
 
 import jax
 import pytest
@@ -35,7 +38,8 @@ def test_unreadable_devices_are_refused(spelling):
     ("spelling", "hint"),
     [
         ("cpu:99", r"phalanx.set_virtual_cpu_devices\(100\)"),
-        ("tpu:0", "use one of these names"),
+        ("gpu:0", r'pip install "jax\[cuda12\]==[\d.]+", or "jax\[cuda13\]==[\d.]+" for a driver with CUDA 13'),
+        ("tpu:0", r'pip install "jax\[tpu\]==[\d.]+"'),
         ("dsp:0", "use one of these names"),
     ],
 )
@@ -43,6 +47,19 @@ def test_unknown_devices_list_what_exists(spelling, hint):
     """The message says how to get more."""
     with pytest.raises(DeviceError, match=rf"device='{spelling}': this process has only .*\nHINT: {hint}"):
         phalanx.MirroredStrategy([spelling])
+
+
+@pytest.mark.parametrize(
+    ("platforms", "hint"),
+    [("cpu", "unset JAX_PLATFORMS, which is 'cpu'"), ("", "nvidia-smi"), ("gpu,cpu", "nvidia-smi")],
+)
+def test_installed_plugin_that_finds_no_device(monkeypatch, platforms, hint):
+    """No package is missing, so the message says what hides the device."""
+    monkeypatch.setitem(sys.modules, "jax_cuda13_plugin", types.ModuleType("jax_cuda13_plugin"))
+    sys.modules["jax_cuda13_plugin"].__spec__ = importlib.machinery.ModuleSpec("jax_cuda13_plugin", None)
+    monkeypatch.setenv("JAX_PLATFORMS", platforms)
+    with pytest.raises(DeviceError, match=f"this process has only cpu:0.*\nHINT: {hint}"):
+        parse_device("gpu:0")
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of devices, virtual CPU devices, and the threads that several CPU devices need."""
 
+import importlib.util
 import os
 import re
 import sys
@@ -96,13 +97,49 @@ def parse_device(name: str | jax.Device) -> jax.Device:
         devices = []
     if index >= len(devices):
         have = ", ".join(map(device_name, jax.local_devices()))
-        hint = (
-            f"phalanx.set_virtual_cpu_devices({index + 1}) before JAX starts"
-            if platform == "cpu"
-            else "use one of these names"
+        raise DeviceError(
+            f"device={shown(name)}",
+            f"this process has only {have}.",
+            _how_to_get(platform, index, has_some=bool(devices)),
         )
-        raise DeviceError(f"device={shown(name)}", f"this process has only {have}.", hint)
     return devices[index]
+
+
+def _how_to_get(platform: str, index: int, *, has_some: bool) -> str:
+    """Returns what makes JAX find a device that it has not found.
+
+    Args:
+      platform: the first part of its name.
+      index: the second part of its name.
+      has_some: whether JAX has found other devices of the platform.
+    """
+    if platform == "cpu":
+        return f"phalanx.set_virtual_cpu_devices({index + 1}) before JAX starts"
+    if platform not in _PLUGINS or has_some:
+        return "use one of these names"
+    plugins, install, test = _PLUGINS[platform]
+    if not any(map(importlib.util.find_spec, plugins)):
+        return install.format(version=jax.__version__)
+    if (chosen := os.environ.get("JAX_PLATFORMS")) and platform not in chosen.split(","):
+        return f"unset JAX_PLATFORMS, which is {chosen!r} and hides other devices"
+    return test
+
+
+_CUDA = (
+    ("jax_cuda12_plugin", "jax_cuda13_plugin"),
+    'pip install "jax[cuda12]=={version}", or "jax[cuda13]=={version}" for a driver with CUDA 13; or use one of these names',
+    "nvidia-smi, which shows whether the driver finds a GPU; and see that CUDA_VISIBLE_DEVICES does not hide it",
+)
+_PLUGINS = {
+    "cuda": _CUDA,
+    "gpu": _CUDA,
+    "tpu": (
+        ("libtpu",),
+        'pip install "jax[tpu]=={version}"; or use one of these names',
+        "run it on a machine with TPUs that no other process uses; or use one of these names",
+    ),
+}
+"""Per platform: the modules one of which JAX needs for it, what installs one, and what to look at if it is installed."""
 
 
 def default_devices() -> list[jax.Device]:

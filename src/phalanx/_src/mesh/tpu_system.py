@@ -138,7 +138,8 @@ def _tpus(unresolved: Exception | None) -> list[jax.Device]:
         raise DeviceError(
             "initialize_tpu_system",
             f"this machine has no TPU, only {jax.default_backend()} devices.",
-            "phalanx.set_virtual_cpu_devices(8) and phalanx.testing.virtual_topology((2, 2, 2)), to emulate TPUs",
+            f'pip install "jax[tpu]=={jax.__version__}" on a machine with TPUs; or, to emulate them, '
+            "phalanx.set_virtual_cpu_devices(8) and phalanx.testing.virtual_topology((2, 2, 2))",
         ) from unresolved
     return list(jax.devices("tpu"))
 
