@@ -11,6 +11,7 @@ import keras
 import numpy as np
 from typing_extensions import override
 
+from phalanx._src.checkpoint.checkpoint import AbstractPosition
 from phalanx._src.checkpoint.preemption import PreemptionCheckpointHandler, TerminationConfig
 from phalanx._src.input.sources.base import State
 from phalanx._src.mesh.topology import Topology
@@ -39,7 +40,7 @@ class Data(Protocol):
 
 
 @final
-class FitProgress:
+class FitProgress(AbstractPosition):
     """How far a call of `fit` has come. Saved and restored as a part of a checkpoint.
 
     Args:
@@ -58,6 +59,7 @@ class FitProgress:
     def __init__(self, data: Data, validation: Data | None, topology: Topology, settle: Callable[[], object]) -> None:
         self.topology, self.settle = topology, settle
         self._data, self._validation = data, validation
+        self._restored = 0  # Number of batches of the epoch that were done when a checkpoint was saved.
         self.begin(0)
 
     def begin(self, epoch: int) -> None:
@@ -76,7 +78,13 @@ class FitProgress:
         """Goes back to a state."""
         self.begin(state["epoch"])
         self._data.set_state(state["data"])
+        self._restored = state["data"].get("done", 0)  # Parameter servers resume at the end of an epoch.
         np.random.set_state(state["random"])  # noqa: NPY002
+
+    @property
+    @override
+    def place(self) -> tuple[int, int]:
+        return self.epoch, self._restored
 
     @property
     def is_agreed(self) -> bool:

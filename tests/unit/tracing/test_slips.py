@@ -163,25 +163,6 @@ def test_random_numbers_that_are_right(strategy):
         strategy.run(lambda x: x * 2, args=(np.random.normal(),))
 
 
-ONE_DEVICE = """
-import warnings, phalanx
-with warnings.catch_warnings(record=True) as caught:
-    warnings.simplefilter("always")
-    for _ in range(2):
-        phalanx.MirroredStrategy()
-    phalanx.MirroredStrategy(["cpu:0"])
-    phalanx.OneDeviceStrategy("cpu:0")
-print(*[w.message for w in caught])
-"""
-WARNING = "MirroredStrategy() has one replica: JAX found only one device, cpu:0.\nHINT: phalanx.set_"
-
-
-@pytest.mark.slow
-def test_a_mirrored_strategy_of_one_device(run_python):
-    """It is told once; who names the device means it."""
-    assert run_python(ONE_DEVICE, JAX_NUM_CPU_DEVICES="1").count(WARNING) == 1
-
-
 @pytest.mark.parametrize("wrap", [lambda f: f, phalanx.function], ids=["run", "function"])
 def test_a_whole_batch_as_an_array(strategy, wrap):
     """Each replica would compute the same."""

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +48,15 @@ _busy = threading.Lock()
 
 def _nothing(*_: object) -> None:
     pass
+
+
+class AbstractPosition(ABC):
+    """An object that knows how far a training has come, and that a checkpoint saves and restores."""
+
+    @property
+    @abstractmethod
+    def place(self) -> tuple[int, int]:
+        """The epoch, from 0, and the number of its batches that are done."""
 
 
 @final
@@ -232,6 +242,13 @@ class Checkpoint(Holder):
         if self._counter is None:
             self._counter = keras.Variable(0, dtype="int32", trainable=False, name="save_counter")
         return self._counter
+
+    def _place(self) -> str:
+        """Returns how far the training has come, for the user, if one of the objects knows it."""
+        objects = [getattr(self, name) for name in self._names()]
+        epoch, batches = next((o.place for o in objects if isinstance(o, AbstractPosition)), (0, 0))
+        # Keras counts both from 1.
+        return f" in epoch {epoch + 1} after batch {batches}" if batches else f" at epoch {epoch + 1}" if epoch else ""
 
     @override
     def _names(self) -> list[str]:

@@ -16,6 +16,7 @@ import keras
 from phalanx._src.checkpoint import background
 from phalanx._src.checkpoint.checkpoint import Checkpoint, CheckpointOptions, of_chief, require_between_steps
 from phalanx._src.checkpoint.store import SUFFIX, path_of
+from phalanx._src.runtime.notes import note
 from phalanx.errors import CheckpointError, InvalidArgumentError, arguments, shown
 
 _LOCK = ".phalanx-checkpoints.lock"
@@ -321,6 +322,7 @@ class CheckpointManager:
             return None
         self._checkpoint.restore(latest)
         self._note_step(self._step)
+        note(f"resumed{self._checkpoint._place()} from {latest}")
         return latest
 
     def delete_all(self) -> None:

@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from typing_extensions import override
 
+from phalanx._src.checkpoint.checkpoint import AbstractPosition
 from phalanx._src.elastic.training import GroupChange, Training, training_of
 from phalanx._src.input.distributed import DistributedDataset
 from phalanx._src.input.iterator import DistributedIterator
@@ -81,7 +82,7 @@ class _Loop:
 
 
 @final
-class Steps(Iterator[T]):
+class Steps(Iterator[T], AbstractPosition):
     """The steps of a training loop, from `phalanx.elastic.steps`. May be used in cross-replica context or outside all scopes.
 
     A `phalanx.train.Checkpoint` saves and restores how far it has come.
@@ -113,6 +114,11 @@ class Steps(Iterator[T]):
     def epoch(self) -> int:
         """The number of the epoch that the last result belongs to, from 0. May be called in any context."""
         return self._loop.epoch
+
+    @property
+    @override
+    def place(self) -> tuple[int, int]:
+        return self._loop.epoch, self._loop.begun
 
     def get_state(self) -> dict[str, Any]:
         """Returns the position after the last result. All workers must call it, between two steps.

@@ -155,6 +155,25 @@ class Topology:
         return len(self.devices) == 1
 
     @property
+    def summary(self) -> str:
+        """One line for the user: the replicas and their devices."""
+        count, parts = self.num_replicas, self.devices_per_replica
+        replicas = f"{count} replica{'s' * (count > 1)}" + (f" of {parts} devices each" if parts > 1 else "")
+        names = [device_name(d) for d in self.devices]
+        if self.num_workers == 1:
+            # A line of the terminal has room for so many.
+            some = names if len(names) <= 8 else [*names[:2], "...", names[-1]]
+            return f"{replicas} on {', '.join(some)}"
+        own = len(self.devices) // self.num_workers
+        kind = names[0].partition(":")[0].upper()
+        # After the loss of a machine, the others may have different numbers of devices.
+        is_even = all(
+            d.process_index == self.workers[i // own] for i, d in enumerate(self.devices[: own * self.num_workers])
+        )
+        each = f" with {own} {kind} device{'s' * (own > 1)} each" if is_even else ""
+        return f"{replicas} on {self.num_workers} workers{each}"
+
+    @property
     def first_devices(self) -> tuple[jax.Device, ...]:
         """The first device of each replica, in replica order."""
         return self.devices[:: self.devices_per_replica]

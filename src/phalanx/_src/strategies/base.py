@@ -29,6 +29,7 @@ from phalanx._src.programs.profile import follow
 from phalanx._src.programs.program import Programs
 from phalanx._src.programs.replicas import trace_run
 from phalanx._src.programs.slots import components_of
+from phalanx._src.runtime.notes import note
 from phalanx._src.strategies.extended import StrategyExtended
 from phalanx._src.strategies.inputs import AbstractInputs
 from phalanx._src.strategies.results import AbstractResults
@@ -77,6 +78,7 @@ class Strategy(AbstractInputs, AbstractResults):
         self._programs = Programs()
         self._cross_replica = Mode(self, None)
         self._number = next(_numbers)
+        self._is_noted = False
         _living.add(self)
 
     @property
@@ -228,7 +230,15 @@ class Strategy(AbstractInputs, AbstractResults):
           >>> len(v.value.devices())
           2
         """
+        if not self._is_noted:
+            self._is_noted = True
+            for line in self._notes():
+                note(line)
         return Scope(self)
+
+    def _notes(self) -> Sequence[str]:
+        """Returns what the user learns at the first scope: the devices that train."""
+        return [self.topology.summary] if self.topology.has_devices else []
 
     @final
     def run(

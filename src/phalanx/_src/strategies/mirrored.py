@@ -6,15 +6,15 @@ from types import NoneType
 from typing import final
 
 import jax
+from typing_extensions import override
 
 from phalanx._src.collectives.cross_device import CrossDeviceOps
 from phalanx._src.collectives.local_updates import LocalUpdates
-from phalanx._src.mesh.devices import device_name
 from phalanx._src.mesh.layout import LayoutLike, layout_of
 from phalanx._src.mesh.topology import Topology, axes_of
 from phalanx._src.options import CommunicationOptions
 from phalanx._src.strategies.synchronous import SynchronousStrategy
-from phalanx.errors import InvalidArgumentError, shown, warn_of_slip
+from phalanx.errors import InvalidArgumentError, shown
 
 
 @final
@@ -69,11 +69,19 @@ class MirroredStrategy(SynchronousStrategy):
                 "must be CrossDeviceOps.",
                 "cross_device_ops=phalanx.NcclAllReduce()",
             )
-        if devices is None and len(topology.devices) == 1:
-            warn_of_slip(
-                f"MirroredStrategy() has one replica: JAX found only one device, {device_name(topology.devices[0])}.",
-                "phalanx.set_virtual_cpu_devices(2) at the top of the script to try several replicas on CPUs, or "
-                f'phalanx.OneDeviceStrategy("{device_name(topology.devices[0])}") if one replica is intended',
-            )
         ops = cross_device_ops and cross_device_ops.for_devices(topology.first_devices)
+        self._takes_all = devices is None
         super().__init__(topology, ops, communication_options, local_updates, replica_weights)
+
+    @override
+    def _notes(self) -> Sequence[str]:
+        devices = self.topology.devices
+        if not self._takes_all or len(devices) > 1 or devices[0].platform != "cpu":
+            return super()._notes()
+        return [*super()._notes(), _ONE_CPU]
+
+
+_ONE_CPU = (
+    "JAX found one CPU device and nothing else. phalanx.set_virtual_cpu_devices(2) at the top of the script makes two; GPUs and TPUs need "
+    'another package, such as "jax[cuda12]".'
+)

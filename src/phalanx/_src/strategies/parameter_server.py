@@ -194,6 +194,11 @@ class ParameterServerStrategy(Strategy):
         return tuple(f"{job}:{i}" for job, count in jobs for i in range(count))
 
     @override
+    def _notes(self) -> Sequence[str]:
+        counts = [(self.cluster.workers, "worker"), (self.cluster.ps, "parameter server")]
+        return [" and ".join(f"{count} {job}{'s' * (count > 1)}" for count, job in counts)]
+
+    @override
     def held(self, variable: Variable) -> list[Held]:
         held = self.homes.held(variable)
         return super().held(variable) if held is None else held

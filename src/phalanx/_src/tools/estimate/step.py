@@ -181,7 +181,6 @@ def at_first_step(train: Callable[[], Any], use: Callable[[FirstStep], T]) -> T:
             emulated(),
             warnings.catch_warnings(),
         ):
-            warnings.filterwarnings("ignore", "MirroredStrategy.* has one replica")  # As intended.
             # JAX writes programs for absent devices into its persistent cache, but cannot read them from it.
             warnings.filterwarnings("ignore", "Error reading persistent compilation cache")
             train()
