@@ -239,6 +239,17 @@ def test_bad_commands_are_refused_without_stack(arguments, words):
     assert "Traceback" not in done.stderr
 
 
+def test_option_after_the_script_is_recognized(launch):
+    """The warning has the right line. The script gets the option all the same, which it may know."""
+    script = launch.script("import sys\nprint(sys.argv[1:])")
+    done = invoke("run", script, "--lr", "1", "--workers", "2", "--report")
+    assert done.exit_code == 0
+    assert done.stderr.splitlines()[:2] == [
+        f"phalanx: --workers 2 --report stands after {script}, so the script gets it and phalanx run does not.",
+        f"HINT: phalanx run --workers 2 --report {script} --lr 1",
+    ]
+
+
 def test_malformed_number_of_devices(phalanx, launch):
     done = phalanx("run", launch.script(""), PHALANX_CPU_DEVICES="x")
     assert (done.returncode, done.out) == (2, "")

@@ -21,6 +21,7 @@ from phalanx._src.cluster.spec import ClusterSpec, Task, is_unlisted, leader
 from phalanx._src.cluster.watch.pace import REPORT
 from phalanx._src.cluster.watch.profiles import PROFILE, Span, clear, merge
 from phalanx._src.launch.evaluator import Patience
+from phalanx._src.launch.misplaced import misplaced, warning_of
 from phalanx._src.launch.plan import ALONE, Machine, Machines, Request, free_ports, plan
 from phalanx._src.launch.supervise import run_group
 from phalanx._src.launch.templates import TEMPLATES
@@ -150,6 +151,7 @@ def run(
             click.echo(TEMPLATES[template](request, max_restarts), nl=False)
             return
         request.check_script()
+        _warn_of_misplaced(request)
         environment, machines = (dict(os.environ), _machines(request)) if in_cluster else (_environment(), ALONE)
         if report:
             environment[REPORT] = "1"
@@ -339,7 +341,9 @@ def bench(target: str | None, arguments: Sequence[str], **options: object) -> No
                 f"phalanx bench --links {target}", "it runs no script.", "phalanx bench --links --processes 2"
             )
         if target is not None:
-            Request(target, tuple(arguments), is_module=bool(options["is_module"])).check_script()
+            request = Request(target, tuple(arguments), is_module=bool(options["is_module"]))
+            request.check_script()
+            _warn_of_misplaced(request)
     settings = {"target": target, "arguments": list(arguments), **options}
     sys.exit(_child("phalanx._src.tools.bench", [json.dumps(settings)]))
 
@@ -405,6 +409,22 @@ def _machines(request: Request) -> Machines:
             "--in-cluster", "nothing here describes a cluster.", "srun phalanx run --in-cluster ..."
         )
     return Machines.of(spec, Task(resolver.task_type, resolver.task_id))
+
+
+def _warn_of_misplaced(request: Request) -> None:
+    """Warns if an option of the present command stands after the script."""
+    context = click.get_current_context()
+    takes_value = {
+        name: not option.is_flag
+        for option in context.command.params
+        if isinstance(option, click.Option)
+        for name in option.opts
+        if name.startswith("--")
+    }
+    moved, others = misplaced(request.target, request.arguments, takes_value)
+    if moved:
+        script = [*(["-m"] if request.is_module else []), request.target]
+        click.echo(warning_of(f"phalanx {context.command.name}", script, moved, others), err=True)
 
 
 def _require_no_evaluator(request: Request, template: str) -> None:

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recognizes options of a command that stand after the script, where they are arguments of the script."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+
+def misplaced(target: str, arguments: Sequence[str], options: Mapping[str, bool]) -> tuple[list[str], list[str]]:
+    """Divides the arguments of a script.
+
+    Args:
+      target: the script. An option that its text has in quotes is its own.
+      arguments: what stands after it.
+      options: the options of the command, and whether they take a value.
+
+    Returns:
+      The options of the command, with their values, and the other arguments.
+
+    Example:
+      >>> misplaced("train.py", ["--lr", "0.1", "--workers", "2"], {"--workers": True})
+      (['--workers', '2'], ['--lr', '0.1'])
+    """
+    text = _text(target)
+    moved: list[str] = []
+    others: list[str] = []
+    left = iter(arguments)
+    for argument in left:
+        name, has_value, _ = argument.partition("=")
+        if name not in options or f'"{name}"' in text or f"'{name}'" in text:
+            others.append(argument)
+            continue
+        moved.append(argument)
+        if options[name] and not has_value:
+            moved += [value for value in [next(left, None)] if value is not None]
+    return moved, others
+
+
+def warning_of(command: str, target: Sequence[str], moved: Sequence[str], others: Sequence[str]) -> str:
+    """Returns the warning that shows the right line.
+
+    Args:
+      command: for example "phalanx run".
+      target: the script, perhaps after `-m`.
+      moved: options of the command that stand after the script.
+      others: arguments of the script.
+    """
+    return (
+        f"phalanx: {shlex.join(moved)} stands after {target[-1]}, so the script gets it and {command} does not.\n"
+        f"HINT: {command} {shlex.join([*moved, *target, *others])}"
+    )
+
+
+def _text(target: str) -> str:
+    try:
+        return Path(target).read_text(encoding="utf-8", errors="replace")
+    except OSError:  # The name of a module.
+        return ""
