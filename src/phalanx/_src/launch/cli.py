@@ -412,12 +412,13 @@ def _machines(request: Request) -> Machines:
 
 
 def _warn_of_misplaced(request: Request) -> None:
-    """Warns if an option of the present command stands after the script."""
+    """Warns if an option of the present command stands after the script. One that also stands before it was understood."""
     context = click.get_current_context()
+    given = click.core.ParameterSource.COMMANDLINE
     takes_value = {
         name: not option.is_flag
         for option in context.command.params
-        if isinstance(option, click.Option)
+        if isinstance(option, click.Option) and context.get_parameter_source(f"{option.name}") is not given
         for name in option.opts
         if name.startswith("--")
     }
