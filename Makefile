@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 DEMO_INSTALLED := .venv/.demo-installed
 
-.PHONY: help demo demo-crash demo-multi-worker demo-ps test-fast test test-all draws mutants test-hub test-sources test-topologies test-oldest test-newest coverage coverage-no-jax bench gpu soak check docs clean
+.PHONY: help demo demo-crash demo-multi-worker demo-ps test-fast test test-all draws mutants test-hub test-sources test-topologies test-oldest test-newest coverage coverage-no-jax bench gpu soak check docs dist clean
 
 help: ## list these targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
@@ -111,11 +111,21 @@ check: $(INSTALLED) ## formatting, linting, types, import contracts, spelling
 docs: $(INSTALLED) ## build the documentation into build/docs/index.html
 	$(BIN)/python -m sphinx -q -W --keep-going -d build/doctrees docs build/docs
 
+# The wheel is built from the sdist, so that the sdist has all that it needs.
+dist: .venv-dist/.installed ## build the sdist and the wheel into dist/
+	rm -rf dist
+	.venv-dist/bin/python -m build .
+
+.venv-dist/.installed:
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/python -m pip install --quiet --disable-pip-version-check build
+	touch $@
+
 # Only what the demos of text_lm.py import; `make test` adds the rest.
 $(DEMO_INSTALLED): pyproject.toml constraints.txt
 	@echo "Installing JAX, Keras and matplotlib into .venv takes about a minute, the first time only."
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[checkpoint,cli,tensorboard]" matplotlib
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[tensorboard]" matplotlib
 	touch $@
 
 $(INSTALLED): pyproject.toml constraints.txt
@@ -141,9 +151,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 # The compilers for TPUs and GPUs. libtpu has the licence of Google Cloud.
 .venv-topologies/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-topologies
-	.venv-topologies/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[cli,data,test]" libtpu==0.0.42.*
+	.venv-topologies/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[data,test]" libtpu==0.0.42.*
 	.venv-topologies/bin/python -m pip install --quiet --disable-pip-version-check --no-deps jax-cuda12-plugin==0.10.2 jax-cuda12-pjrt==0.10.2
 	touch $@
 
 clean: ## remove the environments and what demos have written
-	rm -rf .venv .venv-hub .venv-newest .venv-oldest .venv-sources .venv-topologies out build dist .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-dist .venv-hub .venv-newest .venv-oldest .venv-sources .venv-topologies out build dist .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache

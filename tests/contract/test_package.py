@@ -1,5 +1,7 @@
 """What a user installs: the wheel has everything, tells its types, and has the command line."""
 
+import email
+import os
 import re
 import subprocess
 import sys
@@ -9,8 +11,10 @@ import venv
 from pathlib import Path
 
 import pytest
+from tests.docs.test_pages import blocks, program_of
 
 ROOT = Path(__file__).parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 SCRIPT = """\
 import numpy as np
 import phalanx
@@ -41,10 +45,16 @@ def python(tmp_path_factory):
     return new
 
 
-def output_of(python, *arguments):
+def output_of(python, *arguments, **environment):
     """Returns what a Python process prints, without what PYTHONPATH names."""
     found = subprocess.run(
-        [python, "-I", *arguments], cwd=python.parent, timeout=300, check=False, capture_output=True, text=True
+        [python, "-I", *arguments],
+        cwd=python.parent,
+        env=os.environ | environment,
+        timeout=300,
+        check=False,
+        capture_output=True,
+        text=True,
     )
     assert found.returncode == 0, found.stdout + found.stderr
     return found.stdout
@@ -57,9 +67,52 @@ def test_wheel_imports_in_a_new_environment(python):
 
 
 def test_wheel_has_the_command_line(python):
-    """`python -m phalanx` is the command `phalanx`."""
-    assert "phalanx" in output_of(python, "-m", "phalanx", "--version")
+    """`python -m phalanx` is the command `phalanx`, with the version of the wheel."""
+    version = f"version {PROJECT['version']}\n"
+    assert output_of(python, "-m", "phalanx", "--version") == f"python -m phalanx, {version}"
+    command = output_of(
+        python, "-c", "import os, sys; os.execv(sys.argv[1], sys.argv[1:])", python.with_name("phalanx"), "--version"
+    )
+    assert command == f"phalanx, {version}"
     assert "doctor" in output_of(python, "-m", "phalanx", "--help")
+
+
+def test_wheel_runs_the_programs_of_the_readme(python, tmp_path):
+    """As the README says that they print."""
+    (tmp_path / "readme.py").write_text(program_of("README.md"), encoding="utf-8")
+    printed = output_of(python, tmp_path / "readme.py", PHALANX_CPU_DEVICES="2", JAX_PLATFORMS="cpu")
+    for _, expected in blocks("README.md", "text"):
+        assert expected in printed
+        printed = printed.partition(expected)[2]
+
+
+def test_wheel_tells_an_index_what_it_is(python):
+    """Licence, versions of Python, extras, what it needs, and the README as its page."""
+    (file,) = python.parents[1].glob("lib/python*/site-packages/phalanx-*.dist-info/METADATA")
+    metadata = email.message_from_string(file.read_text(encoding="utf-8"))
+    assert (metadata["Version"], metadata["License-Expression"]) == (PROJECT["version"], "Apache-2.0")
+    assert metadata["License-File"] == "LICENSE"
+    assert metadata.get_all("Classifier") == PROJECT["classifiers"]
+    assert metadata.get_all("Provides-Extra") == sorted(PROJECT["optional-dependencies"])
+    needed = [text for text in metadata.get_all("Requires-Dist") if "extra ==" not in text]
+    assert {re.split(r"[<>]", text)[0] for text in needed} == {
+        re.split(r"[<>]", text)[0] for text in PROJECT["dependencies"]
+    }
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    assert metadata.get_payload() == (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_versions_and_extras_are_the_same_everywhere():
+    """Changelog, citation and the page about the installation."""
+    assert f"version: {PROJECT['version']}\n" in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert f"\n## {PROJECT['version']} - " in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/install.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"^\| `\[(\w+)\]`", page, re.MULTILINE)) == {*PROJECT["optional-dependencies"]} - {
+        "docs",
+        "test",
+    }
+    for text in PROJECT["dependencies"]:
+        assert f"`{text}`" in page
 
 
 @pytest.mark.exhaustive("make check, which checks types of the whole package")
