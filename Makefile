@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 DEMO_INSTALLED := .venv/.demo-installed
 
-.PHONY: help demo demo-crash demo-multi-worker demo-ps test-fast test test-all draws mutants test-hub test-sources test-topologies test-oldest test-newest coverage coverage-no-jax bench gpu soak check docs dist clean
+.PHONY: help demo demo-crash demo-multi-worker demo-ps pictures test-fast test test-all draws mutants test-hub test-sources test-topologies test-oldest test-newest coverage coverage-no-jax bench gpu soak check docs dist clean
 
 help: ## list these targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
@@ -16,11 +16,15 @@ demo: $(DEMO_INSTALLED) ## train a small language model on one device and on two
 demo-multi-worker: $(DEMO_INSTALLED) ## train it in two processes
 	JAX_PLATFORMS=cpu $(BIN)/phalanx run --workers 2 examples/multi_worker.py
 
-# One of two workers is killed after step 120. The other goes on, and a new one joins it.
-demo-crash: $(DEMO_INSTALLED) ## kill one of two processes: the other goes on at once, and a new one takes the place
+# One of four workers is killed. The others go on, and a new one joins them. On the same batches, so that one worker has the same losses.
+CRASHING := examples/multi_worker.py --steps 120 --width 64 --save-every 40 --shard data
+
+demo-crash: $(DEMO_INSTALLED) ## kill one of four processes: the others go on at once, and a new one takes the place
 	rm -rf out/demo-crash
-	JAX_PLATFORMS=cpu $(BIN)/phalanx run --workers 1:2 examples/multi_worker.py \
-		--steps 200 --save-every 50 --crash-at 120 --out out/demo-crash
+	JAX_PLATFORMS=cpu $(BIN)/phalanx run --workers 2:4 $(CRASHING) --crash-at 60 --out out/demo-crash
+
+pictures: $(DEMO_INSTALLED) ## draw the pictures of the README anew, from runs of the demos
+	JAX_PLATFORMS=cpu $(BIN)/python docs/pictures.py
 
 # Two workers and two parameter servers.
 demo-ps: $(INSTALLED) ## train a click model with two workers and two parameter servers

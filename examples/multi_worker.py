@@ -2,17 +2,19 @@
 """Trains the language model of text_lm.py with several processes, the workers of a cluster.
 
   phalanx run --workers 2 examples/multi_worker.py                                       two workers on this machine
-  phalanx run --workers 1:2 examples/multi_worker.py --crash-at 250                      one dies, and the other goes on
+  phalanx run --workers 2:4 examples/multi_worker.py --crash-at 250                      one dies, and the others go on
   phalanx run --workers 2 --max-restarts 1 examples/multi_worker.py --crash-at 250       one dies, and both start again
   phalanx run --workers 2 --print slurm examples/multi_worker.py                         a script for sbatch
 
-Every worker runs this program. It reads its own files and trains on its part of each batch. Only the chief prints and writes.
+Every worker runs this program. It reads its own files (all files with `--shard data`, so that every number of workers trains on the
+same batches) and trains on its part of each batch. Only the chief prints and writes, also the loss of each step to `losses.json`.
 It saves a checkpoint every few steps. A group that starts again continues from the checkpoint as if nothing had happened, so
 `--out` must be a folder that all workers can read.
 """
 
 import argparse
 import functools
+import json
 import math
 import os
 import signal
@@ -65,19 +67,20 @@ def main() -> None:
 def train(trainer: Trainer, files: Sequence[Path], args: argparse.Namespace) -> phalanx.train.CheckpointManager:
     """Trains up to step `args.steps`, starting from the last checkpoint if there is one. Returns what saves."""
     windows = phalanx.data.from_files(files, functools.partial(shuffled_windows, seed=args.seed), interleave=len(files))
-    dataset = trainer.strategy.experimental_distribute_dataset(windows, batch_size=args.batch)
+    options = phalanx.InputOptions(auto_shard_policy=phalanx.data.AutoShardPolicy[args.shard.upper()])
+    dataset = trainer.strategy.experimental_distribute_dataset(windows, options, batch_size=args.batch)
     loop = phalanx.elastic.steps(trainer.train_step, dataset, epochs=None, max_steps=args.steps)
     checkpoint = phalanx.train.Checkpoint(model=trainer.model, optimizer=trainer.optimizer, loop=loop)
     manager = phalanx.train.CheckpointManager(checkpoint, args.out, max_to_keep=1)
-    restored = manager.restore_or_initialize()
-    if restored:
-        console.print(f"restored step {trainer.step} from {restored}")
+    manager.restore_or_initialize()
     losses: list[float] = []
+    workers: list[int] = []
     every = max(1, args.steps // 10)
     with training_progress(tokens_per_step=args.batch * WINDOW) as progress:
         task = progress.add_task("training", total=args.steps, completed=trainer.step, loss=math.nan)
         for loss in loop:
             losses.append(float(loss))
+            workers.append(trainer.strategy.topology.num_workers)
             # In an elastic group, the chief may be another process than at the beginning.
             console.quiet = not trainer.strategy.extended.should_checkpoint
             progress.update(task, completed=trainer.step, loss=losses[-1])
@@ -88,6 +91,8 @@ def train(trainer: Trainer, files: Sequence[Path], args: argparse.Namespace) -> 
             if trainer.step == args.crash_at:
                 crash(trainer.strategy, manager)
     manager.sync()
+    if trainer.strategy.extended.should_checkpoint:
+        (args.out / "losses.json").write_text(json.dumps({"losses": losses, "workers": workers}))
     return manager
 
 
@@ -105,6 +110,9 @@ def parse_arguments() -> argparse.Namespace:
     add_training_arguments(parser)
     parser.add_argument("--save-every", type=int, default=100, help="steps between checkpoints (default: %(default)s)")
     parser.add_argument("--crash-at", type=int, help="kill rank 1 after this step, to see what the others do")
+    parser.add_argument(
+        "--shard", choices=["auto", "data"], default="auto", help="what a worker reads (default: its own files)"
+    )
     parser.add_argument(
         "--out", type=Path, default=Path("out/multi_worker"), help="where to save (default: %(default)s)"
     )

@@ -1,5 +1,6 @@
 """`examples/multi_worker.py` with a tiny model as two workers, of which one dies: all are started again, or the other goes on."""
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -65,7 +66,6 @@ def test_goes_on_from_the_checkpoint(printed):
     """After the crash the steps since the last checkpoint are done again, and no others."""
     steps = [int(n) for n in re.findall(r"^\[worker 0\] step +(\d+) ", printed, re.MULTILINE)]
     assert steps == [*range(1, CRASHED + 1), *range(SAVED + 1, STEPS + 1)]
-    assert f"restored step {SAVED} " in printed
 
 
 def test_the_chief_alone_prints(printed):
@@ -102,10 +102,14 @@ def test_goes_on_without_the_other(run_example, tmp_path):
     crashing = ("--save-every", SAVED, "--crash-at", CRASHED, "--seed", SEED)
     printed = run_example("multi_worker.py", *ARGUMENTS, *crashing, folder=tmp_path, launcher=launcher)
     assert [int(n) for n in re.findall(r" step +(\d+) ", printed)] == [*range(1, STEPS + 1)]
-    assert [p.name for p in (tmp_path / "out/multi_worker").iterdir()] == ["model.weights.h5"]
+    saved = tmp_path / "out/multi_worker"
+    assert sorted(p.name for p in saved.iterdir()) == ["losses.json", "model.weights.h5"]
+    workers = json.loads((saved / "losses.json").read_text())["workers"]
+    assert workers[:CRASHED] == [2] * CRASHED
+    assert 1 in workers[CRASHED:]
 
 
 def test_leaves_the_weights_alone(printed, folder):
     """The checkpoint of a training that is done would stop the next one."""
     assert "Saved: " in printed
-    assert [p.name for p in (folder / "out/multi_worker").iterdir()] == ["model.weights.h5"]
+    assert sorted(p.name for p in (folder / "out/multi_worker").iterdir()) == ["losses.json", "model.weights.h5"]

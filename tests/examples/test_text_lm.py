@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def printed(run_example, folder):
     """What the example prints."""
-    return run_example("text_lm.py", *TINY, "--summaries", folder=folder)
+    return run_example("text_lm.py", *TINY, "--summaries", "--sample", folder=folder)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,8 @@ def test_goes_on_where_it_was_killed(tmp_path, trainings):
 
 @pytest.mark.exhaustive("test_digits.py, tests/contract/test_law1_equals_one_device.py: the transformer")
 def test_saves_the_curves_and_the_sample(printed, folder, text_lm):
-    """The loss curves are a PNG, and the sample continues the prompt."""
+    """The loss curves are a PNG, whose path is the last line, and the sample continues the prompt."""
+    assert printed.splitlines()[-1] == "The picture of both: out/loss.png"
     assert (folder / "out" / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
     sample = (folder / "out" / "sample.txt").read_text(encoding="utf-8")
     assert sample.startswith(text_lm.PROMPT.strip("\n"))

@@ -37,5 +37,5 @@ def no_such_name(module: str, name: str, meant: str) -> AttributeError:
 
 def nearest(name: str, module: str, names: Iterable[str]) -> str:
     """Returns the one of some names of a module that is spelt like `name`, with the module, or an empty text."""
-    found = difflib.get_close_matches(name, names, n=1)
-    return f"{module}.{found[0]}" if found else ""
+    matches = difflib.get_close_matches(name, names, n=1)
+    return f"{module}.{matches[0]}" if matches else ""

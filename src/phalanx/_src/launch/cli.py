@@ -414,18 +414,18 @@ def _machines(request: Request) -> Machines:
 def _warn_of_misplaced(request: Request) -> None:
     """Warns if an option of the present command stands after the script. One that also stands before it was understood."""
     context = click.get_current_context()
-    given = click.core.ParameterSource.COMMANDLINE
+    explicit = click.core.ParameterSource.COMMANDLINE
     takes_value = {
         name: not option.is_flag
         for option in context.command.params
-        if isinstance(option, click.Option) and context.get_parameter_source(f"{option.name}") is not given
+        if isinstance(option, click.Option) and context.get_parameter_source(f"{option.name}") is not explicit
         for name in option.opts
         if name.startswith("--")
     }
-    moved, others = misplaced(request.target, request.arguments, takes_value)
+    moved, kept = misplaced(request.target, request.arguments, takes_value)
     if moved:
         script = [*(["-m"] if request.is_module else []), request.target]
-        click.echo(warning_of(f"phalanx {context.command.name}", script, moved, others), err=True)
+        click.echo(warning_of(f"phalanx {context.command.name}", script, moved, kept), err=True)
 
 
 def _require_no_evaluator(request: Request, template: str) -> None:

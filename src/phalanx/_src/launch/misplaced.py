@@ -23,31 +23,31 @@ def misplaced(target: str, arguments: Sequence[str], options: Mapping[str, bool]
     """
     text = _text(target)
     moved: list[str] = []
-    others: list[str] = []
-    left = iter(arguments)
-    for argument in left:
+    kept: list[str] = []
+    rest = iter(arguments)
+    for argument in rest:
         name, has_value, _ = argument.partition("=")
         if name not in options or f'"{name}"' in text or f"'{name}'" in text:
-            others.append(argument)
+            kept.append(argument)
             continue
         moved.append(argument)
         if options[name] and not has_value:
-            moved += [value for value in [next(left, None)] if value is not None]
-    return moved, others
+            moved += [value for value in [next(rest, None)] if value is not None]
+    return moved, kept
 
 
-def warning_of(command: str, target: Sequence[str], moved: Sequence[str], others: Sequence[str]) -> str:
+def warning_of(command: str, target: Sequence[str], moved: Sequence[str], kept: Sequence[str]) -> str:
     """Returns the warning that shows the right line.
 
     Args:
       command: for example "phalanx run".
       target: the script, perhaps after `-m`.
       moved: options of the command that stand after the script.
-      others: arguments of the script.
+      kept: arguments of the script.
     """
     return (
         f"phalanx: {shlex.join(moved)} stands after {target[-1]}, so the script gets it and {command} does not.\n"
-        f"HINT: {command} {shlex.join([*moved, *target, *others])}"
+        f"HINT: {command} {shlex.join([*moved, *target, *kept])}"
     )
 
 

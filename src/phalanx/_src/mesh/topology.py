@@ -2,6 +2,7 @@
 """The mesh that maps replicas to devices, and the placement of values on it."""
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -164,13 +165,10 @@ class Topology:
             # A line of the terminal has room for so many.
             some = names if len(names) <= 8 else [*names[:2], "...", names[-1]]
             return f"{replicas} on {', '.join(some)}"
-        own = len(self.devices) // self.num_workers
+        # After the loss of a machine, the workers that remain may have different numbers of devices.
+        sizes = sorted(set(Counter(d.process_index for d in self.devices).values()))
         kind = names[0].partition(":")[0].upper()
-        # After the loss of a machine, the others may have different numbers of devices.
-        is_even = all(
-            d.process_index == self.workers[i // own] for i, d in enumerate(self.devices[: own * self.num_workers])
-        )
-        each = f" with {own} {kind} device{'s' * (own > 1)} each" if is_even else ""
+        each = f" with {sizes[0]} {kind} device{'s' * (sizes[0] > 1)} each" if len(sizes) == 1 else ""
         return f"{replicas} on {self.num_workers} workers{each}"
 
     @property
