@@ -422,10 +422,10 @@ def _warn_of_misplaced(request: Request) -> None:
         for name in option.opts
         if name.startswith("--")
     }
-    moved, kept = misplaced(request.target, request.arguments, takes_value)
+    moved, remaining = misplaced(request.target, request.arguments, takes_value)
     if moved:
         script = [*(["-m"] if request.is_module else []), request.target]
-        click.echo(warning_of(f"phalanx {context.command.name}", script, moved, kept), err=True)
+        click.echo(warning_of(f"phalanx {context.command.name}", script, moved, remaining), err=True)
 
 
 def _require_no_evaluator(request: Request, template: str) -> None:

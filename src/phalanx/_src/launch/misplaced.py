@@ -23,31 +23,31 @@ def misplaced(target: str, arguments: Sequence[str], options: Mapping[str, bool]
     """
     text = _text(target)
     moved: list[str] = []
-    kept: list[str] = []
+    remaining: list[str] = []
     rest = iter(arguments)
     for argument in rest:
         name, has_value, _ = argument.partition("=")
         if name not in options or f'"{name}"' in text or f"'{name}'" in text:
-            kept.append(argument)
+            remaining.append(argument)
             continue
         moved.append(argument)
         if options[name] and not has_value:
             moved += [value for value in [next(rest, None)] if value is not None]
-    return moved, kept
+    return moved, remaining
 
 
-def warning_of(command: str, target: Sequence[str], moved: Sequence[str], kept: Sequence[str]) -> str:
+def warning_of(command: str, target: Sequence[str], moved: Sequence[str], remaining: Sequence[str]) -> str:
     """Returns the warning that shows the right line.
 
     Args:
       command: for example "phalanx run".
       target: the script, perhaps after `-m`.
       moved: options of the command that stand after the script.
-      kept: arguments of the script.
+      remaining: arguments of the script.
     """
     return (
         f"phalanx: {shlex.join(moved)} stands after {target[-1]}, so the script gets it and {command} does not.\n"
-        f"HINT: {command} {shlex.join([*moved, *target, *kept])}"
+        f"HINT: {command} {shlex.join([*moved, *target, *remaining])}"
     )
 
 
