@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import phalanx
-from phalanx._src.mesh.topology import Topology
+from phalanx._src.mesh.topology import Topology, summary_of
 from phalanx.errors import DeviceError, InvalidArgumentError
 
 
@@ -57,6 +57,23 @@ def _device(name, process=0):
 def test_devices_of_two_platforms_are_refused():
     with pytest.raises(DeviceError, match=r"platforms cpu and tpu, .*\nHINT: devices=\['tpu:0'\]"):
         Topology((_device("tpu:0"), _device("cpu:0")))
+
+
+@pytest.mark.parametrize(
+    ("processes", "per_replica", "line"),
+    [
+        ([0], 1, "1 replica on gpu:0"),
+        ([0, 0, 0, 0], 2, "2 replicas of 2 devices each on gpu:0, gpu:1, gpu:2, gpu:3"),
+        ([0] * 16, 1, "16 replicas on gpu:0, gpu:1, ..., gpu:15"),
+        ([0, 1], 1, "2 replicas on 2 workers with 1 GPU device each"),
+        ([0, 0, 3, 3], 1, "4 replicas on 2 workers with 2 GPU devices each"),
+        ([0, 1, 1], 1, "3 replicas on 2 workers"),
+    ],
+)
+def test_line_for_the_user(processes, per_replica, line):
+    """Names, as long as one process has them and they fit into a line."""
+    devices = [_device(f"cuda:{i}", process) for i, process in enumerate(processes)]
+    assert summary_of(devices, per_replica) == line
 
 
 def test_replica_in_two_processes():

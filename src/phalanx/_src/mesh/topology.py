@@ -52,6 +52,28 @@ def axes_of(model_axis: tuple[str, int] | None) -> tuple[tuple[str, int], ...]:
     return ((model_axis[0], model_axis[1]),)
 
 
+def summary_of(devices: Sequence[jax.Device], per_replica: int) -> str:
+    """Returns one line for the user.
+
+    Args:
+      devices: the devices of all replicas.
+      per_replica: number of devices per replica.
+    """
+    count = len(devices) // per_replica
+    replicas = f"{count} replica{'s' * (count > 1)}" + (f" of {per_replica} devices each" * (per_replica > 1))
+    names = [device_name(d) for d in devices]
+    workers = Counter(d.process_index for d in devices)
+    if len(workers) == 1:
+        # A line of the terminal has room for so many.
+        some = names if len(names) <= 8 else [*names[:2], "...", names[-1]]
+        return f"{replicas} on {', '.join(some)}"
+    # After the loss of a machine, the workers that remain may have different numbers of devices.
+    sizes = sorted(set(workers.values()))
+    kind = names[0].partition(":")[0].upper()
+    each = f" with {sizes[0]} {kind} device{'s' * (sizes[0] > 1)} each" if len(sizes) == 1 else ""
+    return f"{replicas} on {len(workers)} workers{each}"
+
+
 @dataclass(frozen=True)
 class Topology:
     """Maps replicas to devices and places values on them.
@@ -158,18 +180,7 @@ class Topology:
     @property
     def summary(self) -> str:
         """One line for the user: the replicas and their devices."""
-        count, parts = self.num_replicas, self.devices_per_replica
-        replicas = f"{count} replica{'s' * (count > 1)}" + (f" of {parts} devices each" if parts > 1 else "")
-        names = [device_name(d) for d in self.devices]
-        if self.num_workers == 1:
-            # A line of the terminal has room for so many.
-            some = names if len(names) <= 8 else [*names[:2], "...", names[-1]]
-            return f"{replicas} on {', '.join(some)}"
-        # After the loss of a machine, the workers that remain may have different numbers of devices.
-        sizes = sorted(set(Counter(d.process_index for d in self.devices).values()))
-        kind = names[0].partition(":")[0].upper()
-        each = f" with {sizes[0]} {kind} device{'s' * (sizes[0] > 1)} each" if len(sizes) == 1 else ""
-        return f"{replicas} on {self.num_workers} workers{each}"
+        return summary_of(self.devices, self.devices_per_replica)
 
     @property
     def first_devices(self) -> tuple[jax.Device, ...]:
