@@ -9,22 +9,25 @@ DEMO_INSTALLED := .venv/.demo-installed
 help: ## list these targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
 
+# The second time, JAX takes the compiled programs of the demos from this folder.
+DEMO := JAX_PLATFORMS=cpu JAX_COMPILATION_CACHE_DIR=out/programs JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.1
+
 # On CPUs everywhere, so that it is the same everywhere, and because two workers cannot share a GPU.
 demo: $(DEMO_INSTALLED) ## train a small language model on one device and on two, and compare the two; goes on where it was stopped
-	JAX_PLATFORMS=cpu $(BIN)/python examples/text_lm.py --resume --summaries
+	$(DEMO) $(BIN)/python examples/text_lm.py --resume --summaries
 
 demo-multi-worker: $(DEMO_INSTALLED) ## train it in two processes
-	JAX_PLATFORMS=cpu $(BIN)/phalanx run --workers 2 examples/multi_worker.py
+	$(DEMO) $(BIN)/phalanx run --workers 2 examples/multi_worker.py
 
-# One of four workers is killed. The others go on, and a new one joins them. On the same batches, so that one worker has the same losses.
-CRASHING := examples/multi_worker.py --steps 120 --width 64 --save-every 40 --shard data
+# One of three workers is killed. The others go on, and a new one joins them. On the same batches, so that one worker has the same losses.
+CRASHING := examples/multi_worker.py --steps 240 --save-every 80 --shard data
 
-demo-crash: $(DEMO_INSTALLED) ## kill one of four processes: the others go on at once, and a new one takes the place
+demo-crash: $(DEMO_INSTALLED) ## kill one of three processes: the others go on at once, and a new one takes the place
 	rm -rf out/demo-crash
-	JAX_PLATFORMS=cpu $(BIN)/phalanx run --workers 2:4 $(CRASHING) --crash-at 60 --out out/demo-crash
+	$(DEMO) $(BIN)/phalanx run --workers 2:3 $(CRASHING) --crash-at 80 --out out/demo-crash
 
 pictures: $(DEMO_INSTALLED) ## draw the pictures of the README anew, from runs of the demos
-	JAX_PLATFORMS=cpu $(BIN)/python docs/pictures.py
+	$(DEMO) $(BIN)/python docs/pictures.py
 
 # Two workers and two parameter servers.
 demo-ps: $(INSTALLED) ## train a click model with two workers and two parameter servers

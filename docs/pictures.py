@@ -9,6 +9,7 @@ import io
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -49,7 +50,8 @@ def command_of(target: str) -> str:
 
 
 def run(command: str) -> list[str]:
-    """Runs the command `phalanx`, shows what it prints and returns its lines."""
+    """Runs the command `phalanx` from the first step on, shows what it prints and returns its lines."""
+    shutil.rmtree(ROOT / re.search(r"--out (\S+)", command)[1], ignore_errors=True)
     process = subprocess.Popen(
         [sys.executable, "-m", *command.split()],
         cwd=ROOT,

@@ -126,7 +126,7 @@ class Trainer:
         self.strategy = strategy
         with strategy.scope():
             self.model = LanguageModel(width, layers)
-            self.model(np.zeros((1, WINDOW), np.int32))  # The first call creates the variables.
+            self.model(keras.Input((WINDOW,), dtype="int32"))  # The first call creates the variables.
             schedule = keras.optimizers.schedules.CosineDecay(
                 0.0, num_steps, alpha=0.02, warmup_target=learning_rate, warmup_steps=max(1, num_steps // 20)
             )

@@ -52,6 +52,21 @@ FAULTS = [
         "",
         "unit/collectives/test_compression.py",
     ),
+    # runtime
+    Fault(
+        "every worker repeats the notes of the chief",
+        "notes:note",
+        "not is_this_chief()",
+        "False",
+        "unit/runtime/test_notes.py",
+    ),
+    Fault(
+        "an installed plugin is reported as missing",
+        "devices:_how_to_get",
+        "not any(map(importlib.util.find_spec, plugins))",
+        "True",
+        "unit/mesh/test_devices.py",
+    ),
     # kernels
     Fault(
         "the last of equal maxima gets the gradient",
@@ -168,6 +183,13 @@ FAULTS = [
         "unit/cluster/test_spec.py unit/test_cluster_resolver.py",
     ),
     # launch
+    Fault(
+        "an option of the script is taken for one of the launcher",
+        "misplaced:misplaced",
+        """name not in options or f'"{name}"' in text or f"'{name}'" in text""",
+        "name not in options",
+        "unit/launch/test_misplaced.py",
+    ),
     Fault(
         "exit code of a killed worker lost",
         "outcome:Outcome.exit_code",
