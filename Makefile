@@ -20,11 +20,11 @@ demo-multi-worker: $(DEMO_INSTALLED) ## train it in two processes
 	$(DEMO) $(BIN)/phalanx run --workers 2 examples/multi_worker.py
 
 # One of three workers is killed. The others go on, and a new one joins them. On the same batches, so that one worker has the same losses.
-CRASHING := examples/multi_worker.py --steps 240 --save-every 80 --shard data
+CRASHING := examples/multi_worker.py --steps 200 --save-every 50 --shard data
 
 demo-crash: $(DEMO_INSTALLED) ## kill one of three processes: the others go on at once, and a new one takes the place
 	rm -rf out/demo-crash
-	$(DEMO) $(BIN)/phalanx run --workers 2:3 $(CRASHING) --crash-at 80 --out out/demo-crash
+	$(DEMO) $(BIN)/phalanx run --workers 2:3 $(CRASHING) --crash-at 60 --out out/demo-crash
 
 pictures: $(DEMO_INSTALLED) ## draw the pictures of the README anew, from runs of the demos
 	$(DEMO) $(BIN)/python docs/pictures.py

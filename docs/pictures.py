@@ -22,6 +22,8 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 IMAGES = ROOT / "docs" / "images"
 WIDTH = 112
+LEFT_OUT = r"^(\[worker \d+\] )?$| reads |\[Gloo\]"
+"""Empty lines, and lines about files and connections."""
 STYLES = {
     r"^\[worker \d+\]": "bright_black",
     r"^Phalanx: .*": "cyan",
@@ -70,9 +72,9 @@ def run(command: str) -> list[str]:
 
 
 def draw_terminal(command: str, lines: list[str]) -> None:
-    """Draws a terminal with a command and the lines that it printed."""
+    """Draws a terminal with a command and the lines that it printed, except `LEFT_OUT`."""
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
-    for line in [f"$ {command}", *(line for line in lines if line)]:
+    for line in [f"$ {command}", *(line for line in lines if not re.search(LEFT_OUT, line))]:
         text = Text(line)
         for pattern, style in STYLES.items():
             text.highlight_regex(pattern, style)
@@ -96,7 +98,7 @@ def draw_losses(killed_after: int) -> None:
         {"1 process": alone["losses"], f"{workers[0]} processes, one is killed": together["losses"]},
         "A process is killed, the training goes on",
         IMAGES / "kill.svg",
-        [(killed_after, "worker 1 is killed"), (joined, "a new one joins")],
+        [(killed_after, "worker 1 is killed, the others go on"), (joined, "a new worker joins them")],
     )
 
 

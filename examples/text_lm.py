@@ -388,7 +388,7 @@ def training_progress(tokens_per_step: int) -> Progress:
 
 
 def draw(curves: Mapping[str, Sequence[float]], title: str, path: Path, events: Sequence[tuple[int, str]] = ()) -> None:
-    """Draws loss curves on top of each other, and below them how far they are from the first one.
+    """Draws loss curves on top of each other, and writes how far the others are from the first one.
 
     Args:
       curves: the loss of each step, by the name of the training.
@@ -396,27 +396,29 @@ def draw(curves: Mapping[str, Sequence[float]], title: str, path: Path, events: 
       path: the picture: .png or .svg.
       events: what happened after which step.
     """
-    first, *others = curves
-    figure = Figure(figsize=(8, 5), dpi=150, layout="constrained", facecolor="white")
-    top, bottom = figure.subplots(2, sharex=True, height_ratios=[3, 1])
-    for name, (color, width) in zip(curves, itertools.cycle([("#9ecae1", 6), ("#08306b", 1.3)])):
-        top.plot(range(1, len(curves[name]) + 1), curves[name], color=color, linewidth=width, label=name)
-    for name in others:
-        difference = np.abs(np.subtract(curves[name], curves[first]))
-        bottom.semilogy(range(1, len(difference) + 1), np.maximum(difference, 1e-8), color="#08306b", linewidth=1.3)
-    for step, text in events:
-        for axes in (top, bottom):
-            axes.axvline(step, color="#cb181d", linewidth=1, linestyle=(0, (4, 3)))
-        top.annotate(
-            text, (step, 0.55), (6, 0), xycoords=("data", "axes fraction"), textcoords="offset points", color="#cb181d"
+    first, *others = curves.values()
+    figure = Figure(figsize=(8, 4.2), dpi=150, layout="constrained", facecolor="white")
+    axes = figure.subplots()
+    for name, (color, width) in zip(curves, itertools.cycle([("#9ecae1", 7), ("#08306b", 1.3)]), strict=False):
+        axes.plot(range(1, len(curves[name]) + 1), curves[name], color=color, linewidth=width, label=name)
+    for height, (step, text) in enumerate(events):
+        axes.axvline(step, color="#cb181d", linewidth=1, linestyle=(0, (4, 3)))
+        place = (step, 0.72 - 0.08 * height)
+        axes.annotate(
+            text, place, (8, 0), xycoords=("data", "axes fraction"), textcoords="offset points", color="#cb181d"
         )
-    top.set_title(title, loc="left", fontweight="bold")
-    top.set_ylabel("loss (nats per token)")
-    top.legend(frameon=False)
-    bottom.set(xlabel="step", ylabel="difference", ylim=(5e-9, 1e-1), yticks=[1e-8, 1e-5, 1e-2])
-    for axes in (top, bottom):
-        axes.grid(color="#e5e5e5")
-        axes.spines[["top", "right"]].set_visible(False)
+    for losses in others:
+        difference = np.abs(np.subtract(losses, first)).max()
+        text = f"largest difference between the losses of a step: {difference:.0e}"
+        axes.text(0.02, 0.04, text, transform=axes.transAxes, color="#08306b")
+    axes.set_title(title, loc="left", fontweight="bold")
+    axes.set(xlabel="step", ylabel="loss (nats per token)")
+    axes.grid(color="#e5e5e5")
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(frameon=False)
+    axes.margins(x=0.02)
+    axes.set_ylim(bottom=min(map(min, curves.values())) - 0.7)
     figure.savefig(path)
 
 
