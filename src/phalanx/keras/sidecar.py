@@ -199,7 +199,7 @@ def _restore(model: keras.Model, path: Path) -> int:
             "phalanx.train.Checkpoint(model=model, ...) in the training program",
         )
     # A different optimizer has different slots, and evaluation needs none.
-    Restoration(Checkpoint(model=model), stored, without=model.optimizer)
+    Restoration(Checkpoint(model=model), stored, without=model.optimizer).begin()
     step = _steps_of(stored)
     if model.optimizer is not None:
         model.optimizer.iterations.assign(step)  # TensorBoard reads it.
@@ -210,7 +210,8 @@ def _steps_of(stored: CheckpointFile) -> int:
     """Returns the number of steps of the optimizer in a checkpoint, or 0 if the checkpoint contains none."""
     aliases = stored.notes["aliases"]
     outer = [aliases.get(path, path) for path in ("model/optimizer", "optimizer")]
-    # Of an optimizer with a loss scale, the optimizer inside counts the steps.
+    counters = [f"{place}/iteration" for place in outer]
+    # The format before: of an optimizer with a loss scale, the optimizer inside counts the steps.
     inner = [aliases.get(path, path) for path in (f"{place}/inner_optimizer" for place in outer)]
-    counters = [f"{place}/variables/0" for place in (*outer, *inner)]
+    counters += [f"{place}/variables/0" for place in (*outer, *inner)]
     return max((int(stored.array(name)) for name in counters if name in stored.names), default=0)

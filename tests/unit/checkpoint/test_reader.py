@@ -57,16 +57,16 @@ def run(*arguments, cwd=None):
 def test_reads_what_was_saved(folder, kernel):
     """Names, shapes, dtypes, arrays and other values, of a folder's latest checkpoint or of a file."""
     reader = load_checkpoint(folder)
-    assert reader.get_variable_to_shape_map()["model/layers/0/kernel"] == [4, 3]
+    assert reader.get_variable_to_shape_map()["model/layers/first/kernel"] == [4, 3]
     assert reader.get_variable_to_dtype_map()["half"] == ml_dtypes.bfloat16
     assert reader.has_tensor("half")
     assert not reader.has_tensor("whole")
     assert reader.values == {"epoch": 4, "name": "run 7"}
-    np.testing.assert_array_equal(reader.get_tensor("model/layers/0/kernel"), kernel)
+    np.testing.assert_array_equal(reader.get_tensor("model/layers/first/kernel"), kernel)
     first = f"{folder}/ckpt-1"
-    assert ("model/layers/0/kernel", [4, 3]) in list_variables(first)
+    assert ("model/layers/first/kernel", [4, 3]) in list_variables(first)
     assert load_checkpoint(first).values["epoch"] == 3
-    assert not np.array_equal(load_variable(first, "model/layers/0/kernel"), kernel)
+    assert not np.array_equal(load_variable(first, "model/layers/first/kernel"), kernel)
 
 
 def test_reads_a_save_of_this_program(tmp_path):
@@ -77,8 +77,8 @@ def test_reads_a_save_of_this_program(tmp_path):
 
 def test_names_that_are_not_there(folder):
     """The nearest name is shown."""
-    with pytest.raises(CheckpointError, match=r"model/layers/0/Kernel \(nearest: model/layers/0/kernel\)"):
-        load_variable(folder, "model/layers/0/Kernel")
+    with pytest.raises(CheckpointError, match=r"model/layers/first/Kernel \(nearest: model/layers/first/kernel\)"):
+        load_variable(folder, "model/layers/first/Kernel")
     with pytest.raises(CheckpointError, match="there is no such file"):
         load_checkpoint(f"{folder}/ckpt-9")
 
@@ -178,7 +178,7 @@ def test_contents_of_a_checkpoint(folder, capsys):
     """Each array with shape, dtype and size; then the other values."""
     COMMANDS["show"](f"{folder}/ckpt-1")
     rows = [line.split() for line in capsys.readouterr().out.splitlines()]
-    assert ["model/layers/0/kernel", "(4,", "3)", "float32", "48", "B"] in rows
+    assert ["model/layers/first/kernel", "(4,", "3)", "float32", "48", "B"] in rows
     assert ["half", "(2,)", "bfloat16", "4", "B"] in rows
     assert ["epoch", "int", "3"] in rows
     assert rows[-1][:2] == ["12", "arrays,"]
@@ -211,10 +211,10 @@ def test_exports_can_be_loaded(folder, tmp_path, kernel):
     model = keras.saving.load_model(tmp_path / "m.keras")
     np.testing.assert_array_equal(model.layers[0].kernel.numpy(), kernel)
     with np.load(tmp_path / "m.npz") as arrays:
-        np.testing.assert_array_equal(arrays["model/layers/0/kernel"], kernel)
+        np.testing.assert_array_equal(arrays["model/layers/first/kernel"], kernel)
         assert arrays["half"].dtype == np.float32
     arrays = safetensors.numpy.load_file(tmp_path / "m.safetensors")
-    np.testing.assert_array_equal(arrays["model/layers/0/kernel"], kernel)
+    np.testing.assert_array_equal(arrays["model/layers/first/kernel"], kernel)
     assert arrays["half"].dtype == ml_dtypes.bfloat16
 
 

@@ -109,16 +109,16 @@ def test_variables_begin_with_saved_values_although_nobody_holds_the_checkpoint(
     train(phalanx.get_strategy(), fresh, slots, 1)
     train(phalanx.get_strategy(), model, optimizer, 1)
     assert_same((fresh, slots), (model, optimizer))
-    assert restoration._OPEN == []
+    assert restoration.OPEN == []
     abandoned = Net()
     Checkpoint(model=abandoned).restore(path)
-    assert len(restoration._OPEN) == 1
+    assert len(restoration.OPEN) == 1
     gone = weakref.ref(abandoned)
     del abandoned
     gc.collect()
     assert gone() is None
     layers.Dense(1).build((1, 1))
-    assert restoration._OPEN == []
+    assert restoration.OPEN == []
 
 
 def test_compiled_model_contains_its_optimizer_and_metrics(tmp_path):

@@ -6,6 +6,7 @@ import json
 import logging
 import os
 import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,8 +18,9 @@ import keras
 from typing_extensions import override
 
 from phalanx._src.checkpoint import background
+from phalanx._src.checkpoint.names import Holder
 from phalanx._src.checkpoint.objects import Snapshot
-from phalanx._src.checkpoint.restoration import Holder, Restoration, capture, with_nearest
+from phalanx._src.checkpoint.restoration import Restoration, capture, with_nearest
 from phalanx._src.checkpoint.store import CheckpointFile, file_of, refuse_existing, write
 from phalanx._src.cluster.watch import membership
 from phalanx._src.compat import is_lifting
@@ -100,6 +102,15 @@ class CheckpointStatus:
     def __init__(self, restoration: Restoration | None, objects: Holder) -> None:
         # The restoration itself does not keep the objects alive.
         self._restoration, self._objects = restoration, objects
+        self._at_end: weakref.finalize[..., CheckpointStatus] | None = None
+        if restoration is not None:
+            # Only when nobody holds this object any more is it known that nobody asks it, or expects a difference.
+            self._at_end = weakref.finalize(self, _tell_differences, restoration, objects)
+
+    def _is_answered(self) -> None:
+        """Notes that the program knows what was not restored."""
+        if self._at_end is not None:
+            self._at_end.detach()
 
     def assert_consumed(self) -> Self:
         """Checks that everything in the checkpoint was restored, and that every object of the program was in it.
@@ -151,11 +162,12 @@ class CheckpointStatus:
     def expect_partial(self) -> Self:
         """Declares that only a part of the checkpoint is meant to be restored. May be called in any context.
 
-        Phalanx does not warn about the rest, so that this only tells the readers of the program.
+        Without this call, and without an assertion, a warning names what the checkpoint contains and the program lacks, and the reverse.
 
         Returns:
           This object.
         """
+        self._is_answered()
         return self
 
     def _complete(self, method: str) -> Restoration:
@@ -174,6 +186,7 @@ class CheckpointStatus:
                 "there was no checkpoint to restore.",
                 "if path: checkpoint.restore(path)",
             )
+        self._is_answered()
         self._restoration.resume()
         return self._restoration
 
@@ -183,6 +196,25 @@ class CheckpointStatus:
             f"{method}() of the checkpoint {self._restoration.stored.file}",
             f"it {problem}: {with_nearest(names, unused)}.",
             "create the objects as in the program that saved it; or call expect_partial() and no assertion",
+        )
+
+
+def _tell_differences(restoration: Restoration, objects: Holder) -> None:
+    """Warns about what a checkpoint contains and the program lacks, and the reverse. `objects` are alive until then."""
+    surplus, lacking = ([name for name in names if name != "save_counter"] for names in restoration.differences())
+    parts = [
+        f"{text}: {with_nearest(names, others)}"
+        for text, names, others in (
+            ("it contains what the program lacks", surplus, lacking),
+            ("the program has what it does not contain", lacking, surplus),
+        )
+        if names
+    ]
+    if parts:
+        _log.warning(
+            "the checkpoint %s was restored in part. %s.\nHINT: the names of the program that saved it; or restore(path).expect_partial()",
+            restoration.stored.file,
+            "; ".join(parts),
         )
 
 
@@ -412,8 +444,10 @@ class Checkpoint(Holder):
             background.wait()
             if method == "restore":
                 _ = self.save_counter  # Created, so that it is restored.
-            stored = _together(_topology(), call, path, lambda: CheckpointFile(path))
-            status = CheckpointStatus(Restoration(self, stored), self)
+            # If one process refuses the checkpoint, none has begun with it.
+            restoration = _together(_topology(), call, path, lambda: Restoration(self, CheckpointFile(path)))
+            restoration.begin()
+            status = CheckpointStatus(restoration, self)
             self._path = path
             return status
 

@@ -1,15 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The objects of a checkpoint: which parts they consist of, and how each part is saved and restored.
-
-The path of a part depends only on the program that creates the objects: on arguments of `Checkpoint`, on attributes, on positions,
-and on the names that layers give their own variables. It depends neither on the strategy nor on names that Keras generates.
-"""
+"""The parts of a checkpoint that have values: how each kind is saved, compared with a file, and restored."""
 
 import copy
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, final
+from typing import Any, final
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +21,6 @@ from phalanx._src.programs.slots import components_of
 from phalanx._src.programs.values import keep_components, to_host
 from phalanx._src.tracing.policy import policy_of
 from phalanx.errors import CheckpointError
-from phalanx.typing import PyTree
 
 REPLICAS = "@replicas"
 """Suffix of the array with the replicas' own values of an on-read variable."""
@@ -41,6 +36,9 @@ class Snapshot:
         self.names: dict[str, str] = {}
         self.aliases: dict[str, str] = {}
         self.models: dict[str, str] = {}
+        self.optimizers: dict[str, str] = {}
+        self.states: list[str] = []
+        self.taken: set[str] = set()
 
     def put(self, path: str, array: Any) -> str:
         """Stores a copy of an array as `path`. With several workers, all must call it, and the chief keeps the copy."""
@@ -51,14 +49,21 @@ class Snapshot:
 
     def notes(self) -> dict[str, Any]:
         """Returns everything but the arrays."""
-        return {"values": self.values, "names": self.names, "aliases": self.aliases, "models": self.models}
+        return {
+            "values": self.values,
+            "names": self.names,
+            "aliases": self.aliases,
+            "models": self.models,
+            "optimizers": self.optimizers,
+            "states": self.states,
+        }
 
 
 class Part(ABC):
     """A part of a checkpoint that has a value.
 
     Attributes:
-      changes: the object that `restore` changes in place. None if it returns another one.
+      changes: the object that `put` changes in place. None if it returns another one.
     """
 
     changes: Any = None
@@ -73,15 +78,23 @@ class Part(ABC):
 
     @abstractmethod
     def find(self, path: str, stored: CheckpointFile) -> set[str]:
-        """Returns the names in a checkpoint that `restore` reads; empty if the checkpoint does not contain this part.
+        """Returns the names in a checkpoint that `read` reads; empty if the checkpoint does not contain this part.
 
         Raises:
           ValueError: the checkpoint contains another kind of value, or another shape.
         """
 
     @abstractmethod
-    def restore(self, path: str, stored: CheckpointFile) -> tuple[bool, Any]:
-        """Returns whether the value has been restored, and the object to use from now on. Called only if `find` found something."""
+    def read(self, path: str, stored: CheckpointFile) -> Any:
+        """Returns the value in a checkpoint as this part has it. Called only if `find` found something.
+
+        Raises:
+          ValueError: this part cannot have the value.
+        """
+
+    @abstractmethod
+    def put(self, value: Any) -> tuple[bool, Any]:
+        """Returns whether what `read` returned is the value of this part from now on, and the object to use then."""
 
 
 @final
@@ -115,11 +128,17 @@ class VariablePart(Part):
         return {path, path + REPLICAS} & stored.names
 
     @override
-    def restore(self, path: str, stored: CheckpointFile) -> tuple[bool, Any]:
-        value = stored.array(path).astype(compat.dtype_of(self.variable), copy=False)
-        done = compat.set_first_value(self.variable, value)
-        if done and path + REPLICAS in stored.names and policy_of(self.variable).on_read:
-            keep_components(self.variable, stored.array(path + REPLICAS))
+    def read(self, path: str, stored: CheckpointFile) -> Any:
+        dtype = np.dtype(compat.dtype_of(self.variable))
+        replicas = stored.array(path + REPLICAS) if path + REPLICAS in stored.names else None
+        return exactly(stored.array(path), dtype), None if replicas is None else exactly(replicas, dtype)
+
+    @override
+    def put(self, value: Any) -> tuple[bool, Any]:
+        whole, replicas = value
+        done = compat.set_first_value(self.variable, whole)
+        if done and replicas is not None and policy_of(self.variable).on_read:
+            keep_components(self.variable, replicas)
         return done, self.variable
 
 
@@ -141,24 +160,36 @@ class ArrayPart(Part):
     def find(self, path: str, stored: CheckpointFile) -> set[str]:
         if path not in stored.names:
             return set()
-        if path not in stored.notes["values"] and stored.spec(path)[0] != tuple(np.shape(self.array)):
-            raise ValueError(
-                f"the array has the shape {np.shape(self.array)}, and {stored.spec(path)[0]} in the checkpoint"
-            )
+        (shape, dtype), kind = stored.spec(path), text.kind_of_keys(stored.notes["values"].get(path))
+        own = str(jax.random.key_impl(self.array)) if text.is_key(self.array) else None
+        if kind != own:
+            raise ValueError(f"it has {_keys(own)}, and {_keys(kind)} in the checkpoint")
+        shape = shape if kind is None else shape[: np.ndim(self.array)]
+        if shape != tuple(np.shape(self.array)):
+            raise ValueError(f"the array has the shape {np.shape(self.array)}, and {shape} in the checkpoint")
+        if kind is None and _kind(dtype) > _kind(self.array.dtype):
+            raise ValueError(f"the array has the dtype {self.array.dtype}, and {dtype} in the checkpoint")
         return {path, *({path} & set(stored.notes["values"]))}
 
     @override
-    def restore(self, path: str, stored: CheckpointFile) -> tuple[bool, Any]:
-        array, value = self.array, text.decode(stored.notes["values"].get(path), stored.array)
-        value = stored.array(path) if value is None else value
+    def read(self, path: str, stored: CheckpointFile) -> Any:
+        if path in stored.notes["values"]:
+            return stored.value(path)
+        return exactly(stored.array(path), self.array.dtype)
+
+    @override
+    def put(self, value: Any) -> tuple[bool, Any]:
+        array = self.array
         if isinstance(array, jax.Array):
-            return True, jax.device_put(value, array.sharding) if isinstance(value, jax.Array) else jax.device_put(
-                value.astype(array.dtype), array.sharding
-            )
+            return True, jax.device_put(value, array.sharding)
         if self.changes is not None:
             array[...] = value
             return True, array
-        return True, array.dtype.type(value) if isinstance(array, np.generic) else value
+        return True, value[()] if isinstance(array, np.generic) else value
+
+
+def _keys(kind: str | None) -> str:
+    return "numbers" if kind is None else f"random keys {kind!r}"
 
 
 @final
@@ -175,11 +206,18 @@ class PlainPart(Part):
 
     @override
     def find(self, path: str, stored: CheckpointFile) -> set[str]:
+        if path in stored.notes["states"]:
+            raise ValueError(
+                f"it is a value of type {type(self.value).__name__}, and the state of an object in the checkpoint"
+            )
         return {path} & set(stored.notes["values"])
 
     @override
-    def restore(self, path: str, stored: CheckpointFile) -> tuple[bool, Any]:
-        value = text.decode(stored.notes["values"][path], stored.array)
+    def read(self, path: str, stored: CheckpointFile) -> Any:
+        return stored.value(path)
+
+    @override
+    def put(self, value: Any) -> tuple[bool, Any]:
         if isinstance(self.value, list) and isinstance(value, list):
             self.value[:] = value
             return True, self.value
@@ -200,17 +238,66 @@ class StatePart(Part):
     @override
     def save(self, path: str, snapshot: Snapshot) -> None:
         count = iter(range(1 << 30))
+        snapshot.states.append(path)
         snapshot.values[path] = text.encode(self._get(), lambda array: snapshot.put(f"{path}#{next(count)}", array))
 
     @override
     def find(self, path: str, stored: CheckpointFile) -> set[str]:
         values = stored.notes["values"]
-        return {path} | text.references(values[path]) if path in values else set()
+        if path not in values:
+            return set()
+        if not (stored.is_old or path in stored.notes["states"]):
+            raise ValueError(f"it is an object of type {type(self.changes).__name__}, and a value in the checkpoint")
+        return {path} | text.references(values[path])
 
     @override
-    def restore(self, path: str, stored: CheckpointFile) -> tuple[bool, Any]:
-        self._set(text.decode(stored.notes["values"][path], stored.array))
+    def read(self, path: str, stored: CheckpointFile) -> Any:
+        return stored.value(path)
+
+    @override
+    def put(self, value: Any) -> tuple[bool, Any]:
+        self._set(value)
         return True, self.changes
+
+    def undo(self) -> Callable[[], object]:
+        """Returns a function that puts the present state back."""
+        state = copy.deepcopy(self._get())
+        return lambda: self._set(state)
+
+
+def exactly(array: np.ndarray, dtype: Any) -> np.ndarray:
+    """Returns an array in another dtype.
+
+    Raises:
+      ValueError: a value does not survive it.
+    """
+    if array.dtype == dtype:
+        return array
+    with np.errstate(all="ignore"):
+        converted = array.astype(dtype)
+        if array.dtype.kind == np.dtype(dtype).kind != "V" and np.can_cast(array.dtype, dtype):
+            return converted
+        for values, others in zip(_pieces(array), _pieces(converted), strict=True):
+            differ = (values != others) & ~(np.isnan(values) & np.isnan(others))
+            if differ.any():
+                i = int(differ.argmax())
+                raise ValueError(
+                    f"the value {values[i]} of dtype {array.dtype} would become {others[i]} of dtype {np.dtype(dtype)}"
+                )
+    return converted
+
+
+_PIECE = 1 << 20
+
+
+def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields the values of an array piece by piece, in a dtype that has all values of the others."""
+    flat = array.reshape(-1)
+    widest = np.clongdouble if jnp.issubdtype(array.dtype, jnp.complexfloating) else np.longdouble
+    for begin in range(0, flat.size, _PIECE):
+        piece = flat[begin : begin + _PIECE]
+        # Dtypes that NumPy lacks, such as bfloat16 and int4, do not convert themselves into all others.
+        yield (piece.astype(np.float32) if piece.dtype.kind == "V" else piece).astype(widest)
 
 
 def _kind(dtype: np.dtype) -> int:
@@ -234,118 +321,6 @@ def part_of(value: object) -> Part | None:
     if callable(get) and callable(set_) and not isinstance(value, type):
         return StatePart(get, set_, value)
     return PlainPart(value) if text.is_plain(value) else None
-
-
-class Flat(NamedTuple):
-    """A value flattened into what is saved on its own.
-
-    Args:
-      items: the path of each item within the value, and the item.
-      join: returns the value from its items. Lists and dicts are changed in place, unless they were met before.
-    """
-
-    items: list[tuple[str, Any]]
-    join: Callable[[list[Any]], Any]
-
-
-def flatten(value: PyTree, met: set[int]) -> Flat:
-    """Flattens lists, tuples, dicts and registered pytrees. Containers of plain values stay whole.
-
-    Args:
-      value: the value.
-      met: ids of the containers that were flattened before. One that was met gets a copy for its new items: in the program that
-        saved them, they may have become two, as the average of the weights that begins as the weights.
-    """
-    children = None if text.is_plain(value) else _children(value, met)
-    if children is None:
-        return Flat([("", value)], lambda items: items[0])
-    names, values, join = children
-    parts = [flatten(v, met) for v in values]
-
-    def joined(items: list[Any]) -> Any:
-        rest = iter(items)
-        return join([part.join([next(rest) for _ in part.items]) for part in parts])
-
-    items = [(under(name, inner), item) for name, part in zip(names, parts, strict=True) for inner, item in part.items]
-    return Flat(items, joined)
-
-
-_Children = tuple[list[str], list[Any], Callable[[list[Any]], Any]]
-
-
-def _children(value: Any, met: set[int]) -> _Children | None:
-    """Returns names and values of the children of a container, and a function that replaces the children."""
-    if isinstance(value, (dict, list)):
-        container: Any = copy.copy(value) if id(value) in met else value
-        met.add(id(value))
-    if isinstance(value, dict):
-
-        def fill_dict(items: list[Any]) -> Any:
-            container.update(zip(list(container), items, strict=True))
-            return container
-
-        return [quoted(k) for k in value], list(value.values()), fill_dict
-    if isinstance(value, list):
-
-        def fill_list(items: list[Any]) -> Any:
-            container[:] = items
-            return container
-
-        return [str(i) for i in range(len(value))], list(value), fill_list
-    if isinstance(value, tuple):
-        fields = getattr(value, "_fields", None)
-        make = None if fields is None else type(value)
-        return (
-            list(fields or map(str, range(len(value)))),
-            list(value),
-            lambda items: make(*items) if make else tuple(items),
-        )
-    is_leaf = (
-        isinstance(value, (Variable, *compat.OWNERS)) or part_of(value) is not None or jax.tree_util.all_leaves([value])
-    )
-    if is_leaf:
-        return None
-    pairs, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda x: x is not value)
-    names = [quoted(jax.tree_util.keystr(path, simple=True)) for path, _ in pairs]
-    return names, [child for _, child in pairs], functools.partial(jax.tree.unflatten, structure)
-
-
-def parts_of(owner: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the paths and objects of the variables of a Keras object, and of the Keras objects inside it."""
-    variables = compat.own_variables(owner)
-    used: dict[str, int] = {}
-    for i, variable in enumerate(variables):
-        # The names of an optimizer's slots contain names that Keras generates.
-        name = f"variables/{i}" if isinstance(owner, compat.BaseOptimizer) else quoted(variable.name)
-        used[name] = used.get(name, 0) + 1
-        yield (name if used[name] == 1 else f"{name}_{used[name] - 1}"), variable
-    ids = set(map(id, variables))
-    for name, value in compat.parts_of(owner):
-        for path, child in flatten_owners(name, value):
-            if id(child) not in ids:
-                yield path, child
-
-
-def flatten_owners(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the Keras objects and variables in nested lists, tuples and dicts."""
-    if isinstance(value, (Variable, *compat.OWNERS)):
-        yield name, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from flatten_owners(under(name, quoted(key)), item)
-    elif isinstance(value, (list, tuple)):
-        for i, item in enumerate(value):
-            yield from flatten_owners(under(name, str(i)), item)
-
-
-def quoted(name: object) -> str:
-    """Returns a name as one step of a path."""
-    return str(name).replace("%", "%25").replace("/", "%2F").replace("@", "%40").replace("#", "%23")
-
-
-def under(path: str, name: str) -> str:
-    """Returns the path of the child `name` of what has the path `path`."""
-    return "/".join(filter(None, (path, name)))
 
 
 def refuse_object(path: str, value: object, cause: Exception | None = None) -> CheckpointError:

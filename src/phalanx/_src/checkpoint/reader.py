@@ -6,7 +6,6 @@ from typing import Any, final
 
 import numpy as np
 
-from phalanx._src.checkpoint import text
 from phalanx._src.checkpoint.manager import latest_checkpoint
 from phalanx._src.checkpoint.restoration import with_nearest
 from phalanx._src.checkpoint.store import CheckpointFile
@@ -68,7 +67,7 @@ class CheckpointReader:
     def values(self) -> dict[str, PyTree]:
         """The values that are not arrays, by name: numbers, text, positions in data, states of generators."""
         values: dict[str, Any] = self._stored.notes["values"]
-        return {name: text.decode(values[name], self._stored.array) for name in sorted(values)}
+        return {name: self._stored.value(name) for name in sorted(values)}
 
     @property
     def models(self) -> dict[str, str]:

@@ -1,100 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Matches the objects of a program with the contents of a checkpoint: when saving, when restoring, and when objects get variables later."""
 
+import contextlib
 import difflib
-import functools
 import json
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
 
 from phalanx._src import compat
-from phalanx._src.checkpoint.objects import (
-    REPLICAS,
-    Flat,
-    Part,
-    Snapshot,
-    flatten,
-    part_of,
-    parts_of,
-    refuse_object,
-    under,
-)
+from phalanx._src.checkpoint.format_1 import OldNaming
+from phalanx._src.checkpoint.names import OPEN, Entry, Holder, Names, Naming, is_owner, refuse_name
+from phalanx._src.checkpoint.objects import REPLICAS, Part, Snapshot, StatePart, part_of, refuse_object
+from phalanx._src.checkpoint.slots import StoredSlots
 from phalanx._src.checkpoint.store import CheckpointFile
 from phalanx._src.compat import Variable
 from phalanx._src.programs.identity import IdentityMap
 from phalanx.errors import CheckpointMismatchError, InputError, PhalanxError
-
-_OPEN: "list[Restoration]" = []
-"""Restorations for which objects may still get variables. They do not keep these objects alive."""
-
-
-class Holder:
-    """An object whose public attributes are saved. The attributes of its `_root` are saved as its own."""
-
-    _root: Any = None
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        super().__setattr__(name, value)
-        # A checkpoint that was restored before may contain the new attribute.
-        for restoration in list(_OPEN):
-            restoration.hear(self)
-
-    def _names(self) -> list[str]:
-        """Returns the names of the attributes."""
-        return sorted(name for name in vars(self) if not name.startswith("_"))
-
-
-class _Child(NamedTuple):
-    """A value below an object.
-
-    Args:
-      name: its path below the object.
-      value: the value.
-      replace: puts another value in its place. None if the value cannot be replaced.
-    """
-
-    name: str
-    value: Any
-    replace: Callable[[Any], None] | None
-
-
-def _is_owner(value: object) -> bool:
-    return isinstance(value, (Holder, *compat.OWNERS))
-
-
-def _children(owner: Any) -> Iterator[_Child]:
-    """Yields what is saved below an object."""
-    if not isinstance(owner, Holder):
-        yield from (_Child(name, value, None) for name, value in parts_of(owner))
-        return
-    met: set[int] = set()
-    if owner._root is not None:
-        yield from _items("", owner._root, functools.partial(setattr, owner, "_root"), met)
-    for name in owner._names():
-        yield from _items(name, getattr(owner, name), functools.partial(setattr, owner, name), met)
-
-
-def _items(name: str, value: Any, replace: Callable[[Any], None], met: set[int]) -> Iterator[_Child]:
-    try:
-        flat = flatten(value, met)
-    except RecursionError as e:
-        raise refuse_object(name, value, TypeError("it contains itself")) from e
-    items = [item for _, item in flat.items]
-    for i, (path, item) in enumerate(flat.items):
-        yield _Child(under(name, path), item, _replacing(flat, items, i, replace))
-
-
-def _replacing(flat: Flat, items: list[Any], index: int, replace: Callable[[Any], None]) -> Callable[[Any], None]:
-    def put(value: Any) -> None:
-        if value is not items[index]:
-            items[index] = value
-            replace(flat.join(list(items)))
-
-    return put
 
 
 def capture(objects: Holder, snapshot: Snapshot) -> None:
@@ -103,34 +27,48 @@ def capture(objects: Holder, snapshot: Snapshot) -> None:
     Raises:
       CheckpointError: an object cannot be saved.
     """
-    paths: IdentityMap[str] = IdentityMap()
-    paths[objects] = ""
-    waiting: deque[tuple[Any, str]] = deque([(objects, "")])
-    while waiting:
-        owner, place = waiting.popleft()
-        for name, value, _ in _children(owner):
-            path = under(place, name)
-            is_owner, is_variable = _is_owner(value), isinstance(value, Variable)
-            if is_owner or is_variable:
-                first = paths.get(value)
-                if first is not None:
-                    snapshot.aliases[path] = first
-                    continue
-                paths[value] = path
-            if is_owner:
-                waiting.append((value, path))
-                if owner is objects and isinstance(value, keras.Model) and (architecture := _architecture(value)):
-                    snapshot.models[path] = architecture
+    first: dict[int, str] = {id(objects): ""}
+    new: set[int] = set()
+
+    def enter(owner: Any, path: str) -> bool:
+        is_new = id(owner) in new
+        new.discard(id(owner))
+        return is_new
+
+    for path, value, owner, _ in Names(Naming()).below([(objects, "")], enter):
+        if is_owner(value) or isinstance(value, Variable):
+            if id(value) in first:
+                if first[id(value)] != path:
+                    snapshot.aliases[path] = first[id(value)]
                 continue
-            part = part_of(value)
-            if part is None:
-                raise refuse_object(path, value)
-            try:
-                part.save(path, snapshot)
-            except PhalanxError:
-                raise
-            except (TypeError, ValueError) as e:
-                raise refuse_object(path, value, e) from e
+            first[id(value)] = path
+            new.add(id(value))
+        if is_owner(value):
+            if owner is objects and isinstance(value, keras.Model) and (architecture := _architecture(value)):
+                snapshot.models[path] = architecture
+            if (kind := _kind_of_optimizer(value)) is not None:
+                snapshot.optimizers[path] = kind
+            continue
+        part = part_of(value)
+        if part is None:
+            raise refuse_object(path, value)
+        if path in snapshot.taken:
+            raise refuse_name(path)
+        snapshot.taken.add(path)
+        try:
+            part.save(path, snapshot)
+        except PhalanxError:
+            raise
+        except (TypeError, ValueError) as e:
+            raise refuse_object(path, value, e) from e
+
+
+def _kind_of_optimizer(value: object) -> str | None:
+    """Returns the class of an optimizer. None for other objects, and for a loss scale, which may be around any optimizer."""
+    is_optimizer = isinstance(value, compat.BaseOptimizer) and not isinstance(
+        value, keras.optimizers.LossScaleOptimizer
+    )
+    return type(value).__name__ if is_optimizer else None
 
 
 _architectures: "weakref.WeakKeyDictionary[keras.Model, str]" = weakref.WeakKeyDictionary()
@@ -150,8 +88,19 @@ def _architecture(model: keras.Model) -> str | None:
     return _architectures[model] or None
 
 
+class _Match(NamedTuple):
+    """A part of the program that has a value in the checkpoint."""
+
+    part: Part
+    path: str
+    names: set[str]
+    replace: Callable[[Any], None] | None
+
+
 class Restoration:
     """Restores a checkpoint into objects, also into variables that they get later.
+
+    Creating it makes a plan, and checks all of it: names, shapes, dtypes, and the arrays in the file. `begin` carries it out.
 
     Args:
       objects: the objects.
@@ -159,49 +108,103 @@ class Restoration:
       without: a Keras object among them that stays as it is, with all that it consists of. None for none.
 
     Raises:
-      CheckpointMismatchError: a variable or array has another shape or dtype in the checkpoint. Nothing was restored.
+      CheckpointError: the file is damaged.
+      CheckpointMismatchError: an object of the program and that of its name in the checkpoint differ. Nothing was restored.
     """
 
     def __init__(self, objects: Holder, stored: CheckpointFile, without: object | None = None) -> None:
         self._objects, self.stored = weakref.ref(objects), stored
         self._without = None if without is None else weakref.ref(without)
-        values: dict[str, Any] = stored.notes["values"]
-        self._contents = {name.removesuffix(REPLICAS) for name in stored.names} | set(values)
-        self._folders = {
-            "",
-            *(name.rsplit("/", i)[0] for name in self._contents for i in range(1, name.count("/") + 1)),
-        }
+        self._contents = {name.removesuffix(REPLICAS) for name in stored.names} | set(stored.notes["values"])
+        self._contents -= {name for name in self._contents if "#" in name}
+        self._folders = {"", *_folders(self._contents)}
+        self._naming = OldNaming(stored) if stored.is_old else Naming()
         self._places: IdentityMap[str] = IdentityMap()
+        self._received: IdentityMap[str] = IdentityMap()
+        """The variables that are in the checkpoint, and their names there."""
+        self._slots = StoredSlots(stored, self._received)
         self._used: set[str] = set()
-        self._resume([(objects, "")])
-        if self.unused():
-            _OPEN.append(self)
+        self._met: set[str] = set()
+        """All names in the program, also of objects without variables, and the folders in which they are."""
+        self._places[objects] = ""
+        self._is_busy = False
+        self._lacking: list[str] = []
+        """The names of the values in the program that the checkpoint did not have when the last plan was made."""
+        self._plan = self._match([(objects, "")])
 
-    def _resume(self, start: list[tuple[Any, str]]) -> None:
-        """Restores the values below the objects of `start` that were not restored yet."""
-        matches, problems = [], []
-        for path, child in self._values(start):
-            part = None if path in self._used else part_of(child.value)
+    def begin(self) -> None:
+        """Restores what the plan says.
+
+        Raises:
+          CheckpointMismatchError: an object has refused its state. Nothing was restored.
+        """
+        self._carry_out(self._plan)
+        self._plan = []
+        if self.unused():
+            OPEN.append(self)
+
+    def _match(self, start: Sequence[tuple[Any, str]]) -> list[_Match]:
+        """Returns what can be restored below the objects of `start`, and was not restored yet."""
+        matches: list[_Match] = []
+        problems = [self._difference(owner, place) for owner, place in start]
+        lacking: list[Entry] = []
+        strangers: dict[int, tuple[Any, str]] = {}
+        receivers: dict[str, Variable] = {}
+        for entry in self._entries(start):
+            path, value = entry.path, entry.value
+            self._met.add(path)
+            self._met.update(_folders([path]))
+            if is_owner(value):
+                problems.append(self._difference(value, path))
+                if path not in self._folders:
+                    strangers[id(value)] = value, path
+                continue
+            part = part_of(value)
             if part is None:
+                continue
+            if isinstance(value, Variable) and path in self._contents:
+                if receivers.setdefault(path, value) is not value:
+                    problems.append(f"{path} is one variable in the checkpoint, and two in this program")
+                if self._received.get(value) is None:
+                    self._received[value] = path
+            if path in self._used:
                 continue
             try:
                 names = part.find(path, self.stored)
+                if names:
+                    part.read(path, self.stored)
+                    matches.append(_Match(part, path, names, entry.replace))
+                else:
+                    lacking.append(entry)
             except ValueError as e:
                 problems.append(f"{path}: {e}")
-                continue
-            if names:
-                matches.append((part, path, names, child.replace))
-        problems += self._one_for_several([(part, path) for part, path, *_ in matches])
-        if problems:
-            raise self._refuse(problems)
-        for part, path, names, replace in matches:
-            self._restore(part, path, names, replace)
+        lacking += self._below_strangers([s for s in strangers.values() if self._places.get(s[0]) is None])
+        self._lacking = [entry.path for entry in lacking]
+        problems += [*self._one_for_several(matches), *self._slots.problems, *self._renamed(lacking)]
+        if found := [problem for problem in problems if problem]:
+            raise self._refuse(found)
+        return matches
 
-    def _one_for_several(self, matches: list[tuple[Part, str]]) -> list[str]:
+    def _below_strangers(self, strangers: list[tuple[Any, str]]) -> list[Entry]:
+        """Returns the values below objects that the checkpoint does not have."""
+        entries = self._entries([s for s in strangers if not self._is_left_out(s[0])], everywhere=True)
+        return [e for e in entries if not is_owner(e.value) and self._received.get(e.value) is None]
+
+    def _difference(self, owner: Any, path: str) -> str | None:
+        """Returns why an object cannot have the values that the checkpoint has under its name. None if it can."""
+        before, kind = self.stored.notes["optimizers"].get(path), _kind_of_optimizer(owner)
+        if self._is_left_out(owner):
+            return None
+        if before is not None and kind is not None and before != kind:
+            return f"{path} is the optimizer {kind}, and {before} in the checkpoint"
+        difference = self._naming.difference(path, owner)
+        return None if difference is None else f"{path} {difference}"
+
+    def _one_for_several(self, matches: list[_Match]) -> list[str]:
         """Returns a problem for each object of the program that has several paths with different values in the checkpoint."""
         first: dict[int, str] = {}
         problems = []
-        for part, path in matches:
+        for part, path, *_ in matches:
             other = path if part.changes is None else first.setdefault(id(part.changes), path)
             if other != path and self._contents_of(other) != self._contents_of(path):
                 problems.append(f"{other} and {path} are one object, and have different values in the checkpoint")
@@ -213,29 +216,92 @@ class Restoration:
         value = json.dumps(self.stored.notes["values"].get(path))
         return value.replace(json.dumps(path)[1:-1] + "#", "#"), [self.stored.array(n).tobytes() for n in sorted(names)]
 
-    def _restore(self, part: Part, path: str, names: set[str], replace: Callable[[Any], None] | None) -> None:
+    def _renamed(self, lacking: list[Entry]) -> list[str]:
+        """Returns a problem for each part of a layer that the checkpoint has under another name, it seems."""
+        layers = [path for owner, path in self._places.items() if isinstance(owner, keras.layers.Layer)]
+        ours = [(e.path, tuple(e.value.shape)) for e in lacking if isinstance(e.owner, keras.layers.Layer)]
+        if not (layers and ours):
+            return []
+        theirs = [(path, self.stored.spec(path)[0]) for path in self.unused() if path in self.stored.names]
+        here, there = self._by_root(ours, self._folders), self._by_root(theirs, self._met)
+        problems = []
+        for root, shapes in here.items():
+            folder = root.rpartition("/")[0]
+            similar = [r for r, s in there.items() if s == shapes and r.rpartition("/")[0] == folder]
+            if similar and any(f"{folder}/".startswith(f"{layer}/") for layer in layers):
+                problems.append(
+                    f"it does not contain {with_nearest([root], similar)}, and this program lacks {similar[0]}"
+                )
+        return problems
+
+    def _by_root(self, values: list[tuple[str, Any]], known: set[str]) -> dict[str, set[tuple[str, Any]]]:
+        """Groups names and shapes by the first folder on the way to them that is not among some known ones."""
+        roots: dict[str, set[tuple[str, Any]]] = {}
+        for path, shape in values:
+            root = _first_unknown(path, known)
+            roots.setdefault(root, set()).add((path.removeprefix(root), shape))
+        return roots
+
+    def _carry_out(self, matches: list[_Match]) -> None:
+        """Restores the values of a plan: first those that may be refused by their objects, which is undone then."""
+        states = [m for m in matches if isinstance(m.part, StatePart)]
+        undo: list[Callable[[], object]] = []
+        self._is_busy = True
         try:
-            is_done, value = part.restore(path, self.stored)
+            for match in states:
+                with contextlib.suppress(Exception):
+                    undo.append(match.part.undo())
+                self._put(match)
+        except BaseException:
+            for function in reversed(undo):
+                with contextlib.suppress(Exception):
+                    function()
+            self._used -= {m.path for m in states}.union(*(m.names for m in states))
+            raise
+        else:
+            for match in matches:
+                if not isinstance(match.part, StatePart):
+                    self._put(match)
+        finally:
+            self._is_busy = False
+
+    def _put(self, match: _Match) -> None:
+        part, path, names, replace = match
+        value = part.read(path, self.stored)
+        try:
+            is_done, value = part.put(value)
         except InputError as e:  # The position of an iterator over other data.
-            raise CheckpointMismatchError(
-                f"the checkpoint {self.stored.file}",
-                f"{path} does not fit this program: {e.found}",
-                "use the data and the batch size of the program that saved it; or delete the checkpoint, to begin again",
+            raise self._refuse_state(
+                path, e.found, "use the data and the batch size of the program that saved it"
             ) from e
+        except (PhalanxError, MemoryError):
+            raise
+        except Exception as e:
+            problem = f"it refuses its state ({type(e).__name__}: {e})"
+            raise self._refuse_state(path, problem, "create the object as in the program that saved it") from e
         if is_done:
             self._used |= {path, *names}
             if replace is not None:
                 replace(value)
 
+    def _refuse_state(self, path: str, problem: str, hint: str) -> CheckpointMismatchError:
+        return CheckpointMismatchError(
+            f"the checkpoint {self.stored.file}",
+            f"{path} does not fit this program: {problem}",
+            f"{hint}; or delete the checkpoint, to begin again",
+        )
+
     def resume(self) -> None:
         """Restores what became possible since the last call."""
-        self._resume(self._places.items())
+        self._carry_out(self._match(self._places.items()))
 
     def hear(self, owner: Any) -> None:
         """Restores the new variables of a Keras object."""
+        if self._is_busy:
+            return
         place = self._places.get(owner)
         try:
-            self._resume(self._places.items() if place is None else [(owner, place)])
+            self._carry_out(self._match(self._places.items() if place is None else [(owner, place)]))
         except PhalanxError:
             # It would fail again whenever another object gets a variable. After Ctrl-C it may still succeed.
             self._close()
@@ -245,47 +311,65 @@ class Restoration:
 
     def _close(self) -> None:
         """Stops waiting for new variables. `hear` may have been called within `hear`, and have done it already."""
-        if self in _OPEN:
-            _OPEN.remove(self)
+        if self in OPEN:
+            OPEN.remove(self)
 
     def unused(self) -> list[str]:
         """Returns the values of the checkpoint that no object has received."""
-        return sorted(self._contents - {name.removesuffix(REPLICAS) for name in self._used})
+        return sorted(self._contents - self._used)
 
     def missing(self) -> list[str]:
         """Returns the paths of values in this program that were not restored."""
-        values = self._values([(self._objects(), "")], everywhere=True)
-        return [path for path, _ in values if path not in self._used]
+        return [
+            entry.path
+            for entry in self._entries([(self._objects(), "")], everywhere=True)
+            if entry.path not in self._used and not is_owner(entry.value)
+        ]
 
-    def _values(self, start: list[tuple[Any, str]], *, everywhere: bool = False) -> Iterator[tuple[str, _Child]]:
+    def _entries(self, start: Sequence[tuple[Any, str]], *, everywhere: bool = False) -> Iterator[Entry]:
         """Yields the values below some objects, with their paths in the checkpoint, and notes the places of the objects.
 
         Args:
           start: objects and their paths in the checkpoint.
           everywhere: also the values below objects that the checkpoint does not contain.
         """
-        waiting, seen = deque(start), set()
-        while waiting:
-            owner, place = waiting.popleft()
+        seen: set[tuple[int, str]] = {(id(owner), place) for owner, place in start}
+        ids = {id(owner) for owner, _ in start}
+
+        def enter(owner: Any, place: str) -> bool:
             is_stored = place in self._folders
-            if id(owner) in seen or not (is_stored or everywhere):
-                continue
-            seen.add(id(owner))
-            if is_stored:
+            is_new = (id(owner), place) not in seen if is_stored else everywhere and id(owner) not in ids
+            if not is_new or self._is_left_out(owner):
+                return False
+            seen.add((id(owner), place))
+            ids.add(id(owner))
+            if is_stored and self._places.get(owner) is None:
                 self._places[owner] = place
-            for child in _children(owner):
-                path = under(place, child.name)
-                path = self.stored.notes["aliases"].get(path, path)
-                if _is_owner(child.value):
-                    if self._without is None or child.value is not self._without():
-                        waiting.append((child.value, path))
-                else:
-                    yield path, child
+            return True
+
+        names = Names(self._naming, self.stored.notes["aliases"], self._slots.keys_of)
+        return names.below(start, enter)
+
+    def _is_left_out(self, owner: object) -> bool:
+        return self._without is not None and owner is self._without()
 
     @property
     def matched(self) -> bool:
         """Whether anything was restored."""
         return bool(self._used)
+
+    def differences(self) -> tuple[list[str], list[str]]:
+        """Returns what the checkpoint contains and the program lacks, and the reverse, as far as is known before objects get variables."""
+        growing = {path for owner, path in self._places.items() if not getattr(owner, "built", True)}
+        left = [path for path in self.unused() if not growing.intersection(_folders([path]))]
+        lacking = [path for path in self._lacking if path not in self._used]
+        pairs = (left, self._met), (lacking, self._folders)
+        # The metrics of an epoch come and go.
+        surplus, lacking = (
+            list(dict.fromkeys(_first_unknown(p, known) for p in paths if "/metrics/" not in p))
+            for paths, known in pairs
+        )
+        return surplus, lacking
 
     def _refuse(self, problems: list[str]) -> CheckpointMismatchError:
         return CheckpointMismatchError(
@@ -293,6 +377,17 @@ class Restoration:
             f"it does not fit the objects of this program: {_listed(problems)}. Nothing was restored.",
             "create the objects as in the program that saved the checkpoint",
         )
+
+
+def _folders(paths: Any) -> set[str]:
+    """Returns the names of all folders in which some values are."""
+    return {path.rsplit("/", i)[0] for path in paths for i in range(1, path.count("/") + 1)}
+
+
+def _first_unknown(path: str, known: set[str]) -> str:
+    """Returns the first folder on the way to a value, or the value itself, that is not known."""
+    steps = path.split("/")
+    return next((r for r in ("/".join(steps[: i + 1]) for i in range(len(steps))) if r not in known), path)
 
 
 def _listed(names: list[str], most: int = 5) -> str:
@@ -310,5 +405,5 @@ def with_nearest(names: list[str], candidates: list[str]) -> str:
 
 @compat.on_growth
 def _hear(owner: Any) -> None:
-    for restoration in list(_OPEN):
+    for restoration in list(OPEN):
         restoration.hear(owner)

@@ -26,6 +26,11 @@ def is_array(value: object) -> bool:
     return isinstance(value, (np.ndarray, np.generic, jax.Array))
 
 
+def is_key(value: object) -> bool:
+    """Returns whether a value consists of JAX's random keys."""
+    return isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key)
+
+
 def is_plain(value: object) -> bool:
     """Returns whether a value consists of Python's own numbers, text and containers, and needs no array."""
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
@@ -72,12 +77,22 @@ def encode_array(value: Any, put: Put) -> dict[str, Any]:
     Raises:
       TypeError: the array holds Python objects or text.
     """
-    if isinstance(value, jax.Array) and jnp.issubdtype(value.dtype, jax.dtypes.prng_key):
+    if is_key(value):
         return {_ARRAY: put(np.array(jax.random.key_data(value))), _KEY: str(jax.random.key_impl(value))}
     array = np.array(value, order="C")
-    if array.dtype.kind in "OSUMm":
+    # Files have one order of bytes, and name dtypes without it.
+    array = array.astype(array.dtype.newbyteorder("="), copy=False)
+    if array.dtype.kind in "OSUMm" or array.dtype != _named(array.dtype.name):
         raise TypeError(f"an array of dtype {array.dtype} has no fixed format")
     return {_ARRAY: put(array)}
+
+
+def _named(name: str) -> np.dtype[Any] | None:
+    """Returns the dtype of a name. None if there is none, as for the dtypes of records."""
+    try:
+        return np.dtype(name)
+    except TypeError:
+        return None
 
 
 def decode(value: Any, get: Callable[[str], np.ndarray]) -> PyTree:
@@ -90,7 +105,7 @@ def decode(value: Any, get: Callable[[str], np.ndarray]) -> PyTree:
         array = get(value[_ARRAY])
         return jax.random.wrap_key_data(jnp.asarray(array), impl=value[_KEY]) if _KEY in value else array
     if _BYTES in value:
-        return base64.b64decode(value[_BYTES])
+        return base64.b64decode(value[_BYTES], validate=True)
     if _COMPLEX in value:
         return complex(*value[_COMPLEX])
     if _TUPLE in value:
@@ -124,6 +139,11 @@ def unpacked(data: bytes) -> PyTree:
         return np.frombuffer(base64.b64decode(numbers), jnp.dtype(dtype)).reshape(shape).copy()
 
     return decode(value, get)
+
+
+def kind_of_keys(value: Any) -> str | None:
+    """Returns the kind of the random keys that an encoded value consists of. None if it is something else."""
+    return value.get(_KEY) if isinstance(value, dict) else None
 
 
 def references(value: Any) -> set[str]:

@@ -2,15 +2,17 @@
 """The objects that layers, models, metrics and optimizers consist of, and hooks that run when such an object gets variables."""
 
 import functools
+import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import keras
 from keras import Variable
 from keras.src.models.functional import Functional
+from keras.src.utils.naming import to_snake_case
 
 from phalanx._src.compat.hooks import extend
-from phalanx._src.compat.optimizers import BaseOptimizer
+from phalanx._src.compat.optimizers import BaseOptimizer, reference_of
 from phalanx._src.compat.scope import active_scope
 from phalanx._src.compat.variables import is_new
 from phalanx.typing import PyTree
@@ -34,6 +36,60 @@ def own_variables(owner: Owner) -> list[Variable]:
     if isinstance(owner, keras.random.SeedGenerator):
         return [owner.state]
     return [] if isinstance(owner, keras.losses.Loss) else list(owner._variables)
+
+
+def automatic_name(owner: object) -> str:
+    """Returns the name that Keras gives an object of this class, without the number."""
+    name: str = to_snake_case(type(owner).__name__)
+    return name
+
+
+def given_name(owner: object) -> str | None:
+    """Returns the name of an object. None if Keras has numbered it, as "dense_1": the number depends on what was made before."""
+    name = getattr(owner, "name", None)
+    if not isinstance(name, str) or re.fullmatch(re.escape(automatic_name(owner)) + r"(_\d+)?", name):
+        return None
+    return name
+
+
+class Slot(NamedTuple):
+    """A variable of an optimizer.
+
+    Args:
+      kind: what it is for, for example "momentum".
+      trained: the variable that it belongs to. None if it belongs to the whole optimizer.
+      variable: the variable itself.
+    """
+
+    kind: str
+    trained: Variable | None
+    variable: Variable
+
+
+def slots_of(optimizer: keras.optimizers.Optimizer) -> list[Slot]:
+    """Returns all variables of an optimizer, without those of the optimizers that it consists of."""
+    trained = optimizer._trainable_variables
+    listed = {
+        id(slot): Slot(name.lstrip("_"), variable, slot)
+        for name, values in vars(optimizer).items()
+        if isinstance(values, list) and len(values) == len(trained) and name not in ("_variables", "_trainable_variables")
+        for variable, slot in zip(trained, values, strict=True)
+        if isinstance(slot, Variable)
+    }
+    for variable in optimizer._variables:
+        reference = reference_of(variable)
+        if reference is not None:
+            prefix = reference.path.replace("/", "_") + "_"
+            listed[id(variable)] = Slot(variable.name.removeprefix(prefix), reference, variable)
+        elif id(variable) not in listed:
+            listed[id(variable)] = Slot(variable.name, None, variable)
+    kept = [
+        Slot(kind, trained[int(index)], companion)
+        for kind, companions in vars(optimizer).get("phalanx_kept", {}).items()
+        for index, companion in companions.items()
+        if isinstance(companion, Variable)
+    ]
+    return [*listed.values(), *kept]
 
 
 def parts_of(owner: Owner) -> Iterator[tuple[str, Any]]:
@@ -81,7 +137,7 @@ _growth: list[Callable[[Owner], None]] = []
 
 
 def on_growth(hear: Callable[[Owner], None]) -> None:
-    """Registers a function that is called with a layer after it was built, or an optimizer or metric that has a new variable."""
+    """Registers a function that is called with a layer or optimizer after it was built, or an optimizer with a new companion."""
     _growth.append(hear)
 
 
@@ -145,7 +201,24 @@ def _tell(owner: Owner) -> None:
 
 extend(keras.layers.Layer, "_post_build")(_after)
 
-extend(BaseOptimizer, "_track_variable")(_after)
+
+
+def _hear_builds(kind: type[Any]) -> None:
+    """Tells of the optimizers of a class when they have been built, and of those of its subclasses."""
+    if "build" in vars(kind):
+        extend(kind, "build")(_after)
+    for subclass in kind.__subclasses__():
+        _hear_builds(subclass)
+
+
+def _hear_builds_of_subclass(kind: type[Any], **kwargs: PyTree) -> None:
+    super(BaseOptimizer, kind).__init_subclass__(**kwargs)
+    _hear_builds(kind)
+
+
+_hear_builds(BaseOptimizer)
+
+BaseOptimizer.__init_subclass__ = classmethod(_hear_builds_of_subclass)
 
 
 def set_first_value(variable: Variable, value: Any) -> bool:

@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Names in files of the format before: positions in lists, and in the variables of an optimizer.
+
+The names that Keras had given the variables are in the notes of these files. They tell what was at a position.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import keras
+from typing_extensions import override
+
+from phalanx._src import compat
+from phalanx._src.checkpoint.names import Naming, under
+from phalanx._src.checkpoint.store import CheckpointFile
+from phalanx._src.compat import Variable
+
+
+def _quoted(name: object) -> str:
+    return str(name).replace("%", "%25").replace("/", "%2F").replace("@", "%40").replace("#", "%23")
+
+
+def _without_numbers(name: str) -> str:
+    return re.sub(r"_\d+(?=_|$)", "", name)
+
+
+class OldNaming(Naming):
+    """The steps of names in a file of the format before.
+
+    Args:
+      stored: the file.
+    """
+
+    def __init__(self, stored: CheckpointFile) -> None:
+        self._names: dict[str, str] = stored.notes["names"]
+        self._below: dict[str, set[str]] = {}
+        for path, name in self._names.items():
+            for i in range(1, path.count("/") + 1):
+                self._below.setdefault(path.rsplit("/", i)[0], set()).update(name.split("/"))
+
+    @override
+    def attribute(self, name: str) -> str:
+        return name
+
+    @override
+    def key(self, key: object) -> str:
+        return _quoted(key)
+
+    @override
+    def items(self, values: Iterable[Any]) -> list[str]:
+        return [str(i) for i, _ in enumerate(values)]
+
+    @override
+    def variables(self, names: Iterable[str]) -> list[str]:
+        counts, steps = Counter[str](), []
+        for name in map(_quoted, names):
+            steps.append(f"{name}_{counts[name]}" if counts[name] else name)
+            counts[name] += 1
+        return steps
+
+    @override
+    def part(self, owner: Any, name: str) -> str:
+        return name
+
+    @override
+    def slots(self, place: str, optimizer: Any, keys: dict[int, str]) -> Iterator[tuple[str, Variable]]:
+        before, own = self._variables_of(place), compat.own_variables(optimizer)
+        slots = {id(slot.variable): slot for slot in compat.slots_of(optimizer)}
+        names = [self._name_before(slots[id(v)], keys) for v in own]
+        uses = Counter(before)
+        indices = {name: i for i, name in enumerate(before) if uses[name] == 1}
+        # Names that tell nothing, as those of the two factors of a variable, count if all others are in their places.
+        in_place = list(map(_without_numbers, before)) == [_without_numbers(v.name) for v in own] and all(
+            indices.get(name, i) == i for i, name in enumerate(names)
+        )
+        for i, (variable, name) in enumerate(zip(own, names, strict=True)):
+            index = indices.get(name, i if in_place else None)
+            yield under(place, f"variables/{'none' if index is None else index}"), variable
+            del slots[id(variable)]
+        trained = {id(v): i for i, v in enumerate(compat.trained_by(optimizer, None))}
+        for slot in slots.values():
+            index = trained[id(slot.trained)] if in_place else None
+            yield under(place, f"phalanx_kept/{_quoted(slot.kind)}/{'none' if index is None else index}"), slot.variable
+
+    def _name_before(self, slot: compat.Slot, keys: dict[int, str]) -> str:
+        """Returns the name that Keras would have given a slot in the program that saved it."""
+        if slot.trained is None:
+            return slot.kind
+        path = self._names.get(keys[id(slot.trained)], slot.trained.path)
+        return f"{path.replace('/', '_')}_{slot.kind}"
+
+    def _variables_of(self, place: str) -> list[str]:
+        """Returns the names that Keras had given the variables of the optimizer at a place."""
+        found: list[str] = []
+        while (path := under(place, f"variables/{len(found)}")) in self._names:
+            found.append(self._names[path].partition("/")[2])
+        return found
+
+    @override
+    def difference(self, place: str, owner: Any) -> str | None:
+        if isinstance(owner, compat.BaseOptimizer):
+            before = self._names.get(under(place, "variables/0"), owner.name).partition("/")[0]
+            is_same = _without_numbers(before) == _without_numbers(owner.name)
+            return None if is_same else f"is the optimizer {owner.name!r}, and {before!r} in the checkpoint"
+        if not (isinstance(owner, keras.layers.Layer) and place.rpartition("/")[2].isdigit() and place in self._below):
+            return None
+        own, before = {step for v in owner.variables for step in v.path.split("/")}, self._below[place]
+        if owner.name not in own:
+            return None
+        given = compat.given_name(owner)
+        is_same = given in before if given else compat.automatic_name(owner) in map(_without_numbers, before)
+        return None if is_same else f"is the layer {owner.name!r}, and one of {sorted(before)} in the checkpoint"

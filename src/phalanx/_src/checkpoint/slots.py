@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Finds the slots that a checkpoint has for the variables that an optimizer trains."""
+
+import re
+from collections.abc import Iterable
+
+from phalanx._src.checkpoint.names import keys_outside, quoted_path
+from phalanx._src.checkpoint.store import CheckpointFile
+from phalanx._src.compat import Variable
+from phalanx._src.programs.identity import IdentityMap
+
+
+class StoredSlots:
+    """The slots in a checkpoint.
+
+    The slots of a variable that is in the checkpoint itself have its name there. Those of others have the name of Keras, whose numbers
+    depend on what a program has made before: the others with equal names but for the numbers must be as many as in the checkpoint.
+
+    Args:
+      stored: the checkpoint.
+      received: the variables of the program that are in the checkpoint, and their names there.
+
+    Attributes:
+      problems: what cannot be decided.
+    """
+
+    def __init__(self, stored: CheckpointFile, received: IdentityMap[str]) -> None:
+        self._received = received
+        self._keras_names: dict[str, str] = stored.notes["names"]
+        self._keys: dict[str, dict[str, None]] = {}
+        for name in self._keras_names:
+            head, is_slot, key = name.partition(":")
+            if is_slot:
+                self._keys.setdefault(head.rpartition("/")[0], {})[key] = None
+        self.problems: list[str] = []
+
+    def keys_of(self, place: str, variables: list[Variable], paths: IdentityMap[str]) -> list[str]:
+        """Returns what follows the kind in the names of the slots of some variables.
+
+        Args:
+          place: the name of the optimizer.
+          variables: the variables that it trains.
+          paths: the names of the variables of the program.
+        """
+        found = dict(zip(map(id, variables), map(self._received.get, variables), strict=True))
+        others = [v for v in variables if found[id(v)] is None]
+        # What has a name in both is not in the checkpoint under another name.
+        taken = {path for _, path in self._received.items()}
+        left = [key for key in self._keys.get(place, ()) if key not in taken]
+        for is_named in (False, True):
+            ours = [v for v in others if (paths.get(v) is not None) == is_named]
+            theirs = [key for key in left if key.startswith(":")] if is_named else left
+            keys = self._matched(place, dict(zip(keys_outside(ours), ours, strict=True)), theirs)
+            found |= {id(v): key for key, v in keys}
+            left = [key for key in left if key not in {key for key, _ in keys}]
+        return [found[id(v)] or "" for v in variables]
+
+    def _matched(self, place: str, ours: dict[str, Variable], theirs: list[str]) -> Iterable[tuple[str, Variable]]:
+        """Returns variables with their keys in the checkpoint, or with others if the checkpoint has none for them."""
+        here, there = _groups((key, key) for key in ours), _groups((self._outside(key), key) for key in theirs)
+        pairs: list[tuple[str, Variable]] = []
+        for group, names in here.items():
+            stored = there.get(group, {})
+            if stored and len(stored) != len(names):
+                self.problems.append(
+                    f"{place or 'the optimizer'} trains {len(names)} variables {group[1:]!r}, and {len(stored)} in the checkpoint, "
+                    "which does not tell which of them: it does not contain the layers"
+                )
+            is_same = names.keys() == stored.keys()
+            keys = [stored[name] for name in names] if is_same else list(stored.values()) or list(names)
+            pairs += zip(keys, [ours[name] for name in names], strict=False)
+            pairs += [(name, ours[name]) for name in list(names)[len(keys) :]]
+        return pairs
+
+    def _outside(self, key: str) -> str:
+        """Returns the key that a variable would have if it were not in the checkpoint."""
+        return key if key.startswith(":") else ":" + quoted_path(self._keras_names.get(key, key))
+
+
+def _groups(names: Iterable[tuple[str, str]]) -> dict[str, dict[str, str]]:
+    """Groups pairs by their first item without numbers."""
+    groups: dict[str, dict[str, str]] = {}
+    for name, key in names:
+        groups.setdefault(re.sub(r"(_\d+|~\d+)(?=/|$|~)", "", name), {})[name] = key
+    return groups

@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Sums of arrays, which tell whether a file has changed on the disk."""
+
+import functools
+
+import numpy as np
+
+_WORDS = 1 << 14
+
+
+@functools.cache
+def _weights() -> np.ndarray:
+    """Returns a random odd number for each word of a block. Odd, so that no changed bit gets lost."""
+    words: np.ndarray = np.random.Generator(np.random.PCG64(0)).integers(0, 1 << 63, _WORDS, np.uint64)
+    return words * np.uint64(2) + np.uint64(1)
+
+
+def of_array(array: np.ndarray) -> int:
+    """Returns a number of 64 bits that changes if a bit or the order of the words of an array changes.
+
+    CRC-32 would do as well, but zlib computes 0.5 GB/s of it on a machine on which this sum has 2 GB/s.
+    """
+    flat = array.reshape(-1).view(np.uint8)
+    end = flat.size // 8 * 8
+    total = 3 * _of_words(flat[:end].view(np.uint64)) + 5 * int.from_bytes(flat[end:].tobytes(), "little") + flat.size
+    return total % (1 << 64)
+
+
+def _of_words(words: np.ndarray) -> int:
+    """Returns the sum of the words times the weights of their places. The sums of many blocks are words, and are summed in the same way."""
+    while words.size > 1:
+        blocks = words[: words.size // _WORDS * _WORDS].reshape(-1, _WORDS) @ _weights()
+        rest = words[blocks.size * _WORDS :]
+        last = np.dot(rest, _weights()[: rest.size])
+        words = np.append(blocks, last)
+    return int(words[0]) if words.size else 0
+
+
+def of_bytes(array: np.ndarray) -> int:
+    """Returns the sum in files of the format before: of the bytes, read as integers of 64 bits, in any order."""
+    flat = array.reshape(-1).view(np.uint8)
+    words = flat.size // 8 * 8
+    return int(flat[:words].view(np.uint64).sum(dtype=np.uint64)) + int(flat[words:].sum())
