@@ -122,7 +122,7 @@ def path(name: str, value: object, hint: str | None = None) -> str:
     Raises:
       InvalidArgumentError: `value` is not a path. Integers are rejected because Python takes them for open file descriptors.
     """
-    if not isinstance(value, (str, os.PathLike)) or not isinstance(text := os.fspath(value), str):
+    if not isinstance(value, (str, os.PathLike)) or not isinstance(text := os.fspath(value), str) or "\0" in text:
         raise InvalidArgumentError(f"{name}={shown(value)}", "must be a path.", hint or f'{name}="folder/name"')
     return text
 

@@ -11,8 +11,9 @@ import keras
 import numpy as np
 from typing_extensions import override
 
-from phalanx._src.checkpoint.checkpoint import AbstractPosition
+from phalanx._src.checkpoint.checkpoint import AbstractPosition, writes_here
 from phalanx._src.checkpoint.preemption import PreemptionCheckpointHandler, TerminationConfig
+from phalanx._src.checkpoint.store import require_room
 from phalanx._src.input.sources.base import State
 from phalanx._src.mesh.topology import Topology
 from phalanx.errors import ContextError, InputError, InvalidArgumentError, arguments, shown
@@ -139,7 +140,9 @@ class BackupAndRestore(BatchCounter):
         callback after all others, so that they see the last step.
 
     Raises:
+      CheckpointError: this user may not write into the folder.
       InvalidArgumentError: an argument has the wrong type or value.
+      MissingDependencyError: the library that writes checkpoints is not installed.
 
     Source: keras.callbacks.BackupAndRestore, which goes on at the next epoch.
 
@@ -170,6 +173,8 @@ class BackupAndRestore(BatchCounter):
         self._dir, self._freq = arguments.path("backup_dir", backup_dir), save_freq
         self._every_s = arguments.seconds("save_every_s", save_every_s)
         self._deletes = arguments.flag("delete_checkpoint", delete_checkpoint)
+        if writes_here():
+            require_room(self._dir)
         self.progress: FitProgress | None = None
         self._manager: CheckpointManager | None = None
         self._handler: PreemptionCheckpointHandler | None = None

@@ -1,5 +1,8 @@
 """How each kind of object is saved and restored."""
 
+import contextlib
+import itertools
+from fractions import Fraction
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -11,6 +14,7 @@ import optax
 import pytest
 
 import phalanx
+from phalanx._src.checkpoint import objects
 from phalanx.errors import CheckpointError, CheckpointMismatchError
 from phalanx.train import Checkpoint
 
@@ -151,6 +155,95 @@ def test_other_objects_are_named(tmp_path, value):
     ):
         Checkpoint(value=value).write(tmp_path / "c")
     assert list(tmp_path.iterdir()) == []
+
+
+DTYPES = [
+    *("bool", "int8", "uint8", "int16", "uint32", "int64", "uint64", "float16", "float32", "float64"),
+    *("bfloat16", "float8_e4m3fn", "int4", "complex64", "complex128"),
+]
+NUMBERS = [
+    0,
+    1,
+    -1,
+    7,
+    127,
+    300,
+    70_000,
+    2**24 + 1,
+    2**40,
+    2**53 + 1,
+    2**63 - 1,
+    0.5,
+    0.1,
+    1e-7,
+    1e300,
+    np.nan,
+    np.inf,
+    1j,
+]
+
+
+def exact(number):
+    """A number of NumPy as fractions of Python, or as text if it is none."""
+    parts = (number.real, number.imag) if number.dtype.kind == "c" else (number,)
+    is_whole = number.dtype.kind in "biu" or "int" in number.dtype.name
+    found = [Fraction(int(x) if is_whole else float(x)) if np.isfinite(x) else str(x) for x in parts]
+    return [*found, Fraction(0)][:2]
+
+
+def test_every_dtype_into_every_other_is_exact_or_refused(tmp_path):
+    """No number is narrowed, and none changes its kind."""
+    kinds = {"b": 0, "i": 1, "u": 1, "f": 2, "c": 3}
+    with np.errstate(all="ignore"):
+        numbers = {d: [np.asarray(x).astype(d) for x in NUMBERS if d.startswith("complex") or x != 1j] for d in DTYPES}
+        for source, target in itertools.product(DTYPES, DTYPES):
+            survive = [exact(x.astype(target)) == exact(x) for x in numbers[source]]
+            for number, does in zip(numbers[source], survive, strict=True):
+                with contextlib.nullcontext() if does else pytest.raises(ValueError, match="would become"):
+                    np.testing.assert_array_equal(objects.exactly(number, np.dtype(target)), number.astype(target))
+    for source in DTYPES:
+        path = Checkpoint(x=np.stack(numbers[source][:3])).write(tmp_path / source)
+        for target in DTYPES:
+            own = np.full(3, 2).astype(target)
+            kind = [2 if name == "bfloat16" else kinds[name[0]] for name in (source, target)]
+            if kind[0] <= kind[1] and all(exact(x.astype(target)) == exact(x) for x in numbers[source][:3]):
+                Checkpoint(x=own).read(path).expect_partial()
+                np.testing.assert_array_equal(own, np.stack(numbers[source][:3]).astype(target))
+            else:
+                with pytest.raises(CheckpointMismatchError, match="has the dtype|would become"):
+                    Checkpoint(x=own).read(path)
+                np.testing.assert_array_equal(own, np.full(3, 2).astype(target))
+
+
+@pytest.mark.parametrize(
+    ("saved", "target"),
+    [(300, "int8"), (-1, "uint32"), (70_000.0, "float16"), (1.7, "int32"), (np.nan, "int32"), (0.1, "bfloat16")],
+)
+def test_variables_keep_all_digits_or_are_refused(moved, saved, target):
+    """As arrays do."""
+    with pytest.raises(CheckpointMismatchError, match=r"has the dtype|would become .* of dtype"):
+        moved(np.asarray([saved]), keras.Variable([0], dtype=target))
+    assert moved(np.asarray([3], "int8"), keras.Variable([0], dtype=target)).numpy().tolist() == [3]
+
+
+def test_byte_orders_are_those_of_the_program(moved):
+    assert moved(np.arange(3, dtype=">i4"), np.zeros(3, "int32")).tolist() == [0, 1, 2]
+    assert moved(np.arange(3, dtype="int32"), np.zeros(3, ">i4")).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("saved", "target", "message"),
+    [
+        (Stateful({"a": 1}), {"a": 0}, "it is a value of type dict, and the state of an object in the checkpoint"),
+        ({"a": 1}, Stateful({"a": 0}), "it is an object of type Stateful, and a value in the checkpoint"),
+        (jax.random.key(0), jnp.zeros((), "uint32"), "it has numbers, and random keys 'threefry2x32' in the checkpoint"),
+        (jax.random.key(0), jax.random.key(0, impl="rbg"), "it has random keys 'rbg', and random keys 'threefry2x32' in"),
+        (np.random.default_rng(1), np.random.RandomState(1), "it refuses its state"),
+    ],
+)
+def test_other_kinds_of_objects_are_refused(moved, saved, target, message):
+    with pytest.raises(CheckpointMismatchError, match=message):
+        moved(saved, target)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,8 @@ from keras import layers
 
 import phalanx
 from phalanx._src.checkpoint import restoration
-from phalanx.errors import CheckpointMismatchError
-from phalanx.train import Checkpoint
+from phalanx.errors import CheckpointError, CheckpointMismatchError
+from phalanx.train import Checkpoint, CheckpointOptions
 
 X, Y = np.ones((4, 3), "float32"), np.zeros((4, 2), "float32")
 
@@ -286,3 +286,55 @@ def test_position_in_other_data_names_the_checkpoint(tmp_path):
     path = Checkpoint(data=first).write(tmp_path / "a")
     with pytest.raises(CheckpointMismatchError, match=r"data does not fit this program: the position belongs to other"):
         Checkpoint(data=second).read(path)
+
+
+def test_failed_restore_leaves_everything_as_it_was(tmp_path):
+    """Positions in the data included: all objects are asked before the first variable changes."""
+    strategy = phalanx.OneDeviceStrategy("cpu:0")
+    datasets = [np.split(np.arange(12.0), parts) for parts in (3, 4)]
+    first, second, other = (iter(strategy.experimental_distribute_dataset(datasets[i])) for i in (0, 0, 1))
+    next(first)
+
+    def objects(data, later, start):
+        # The names decide the order.
+        return {"a": data, "b": Stateful(start), "c": keras.Variable(start), "d": np.full(1, start), "e": later}
+
+    def values(all_of_it):
+        return [float(np.sum(all_of_it[name].state if name == "b" else all_of_it[name])) for name in "bcd"]
+
+    path = Checkpoint(**objects(first, first, 1.0)).write(tmp_path / "a")
+    whole = objects(second, other, 0.0)
+    position = second.get_state()
+    with pytest.raises(CheckpointMismatchError, match="e does not fit this program: the position belongs to other"):
+        Checkpoint(**whole).read(path)
+    assert values(whole) == [0.0, 0.0, 0.0]
+    assert second.get_state() == position
+    whole["e"] = second
+    Checkpoint(**whole).read(path).assert_consumed()
+    assert values(whole) == [1.0, 1.0, 1.0]
+
+
+class Stateful:
+    """An object of a user."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def get_state(self):
+        return self.state
+
+    def set_state(self, state):
+        self.state = state
+
+
+def test_damaged_array_leaves_everything_as_it_was(tmp_path):
+    """Also those before it in the file."""
+    path = Checkpoint(a=np.ones(9), b=np.ones(9), n=1).write(tmp_path / "a", CheckpointOptions(enable_async=False))
+    content = bytearray((tmp_path / "a.safetensors").read_bytes())
+    content[-1] ^= 1
+    (tmp_path / "a.safetensors").write_bytes(content)
+    a, b = np.zeros(9), np.zeros(9)
+    checkpoint = Checkpoint(a=a, b=b, n=0)
+    with pytest.raises(CheckpointError, match="the file is damaged: b is not what was saved"):
+        checkpoint.read(path)
+    assert (a.sum(), b.sum(), checkpoint.n) == (0, 0, 0)

@@ -1,16 +1,25 @@
 """Checkpoint files."""
 
+import json
 import os
 import subprocess
+import sys
 
 import jax.numpy as jnp
+import keras
 import numpy as np
 import pytest
 import safetensors.numpy
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.draws import draws
 
 from phalanx._src.checkpoint import store
-from phalanx.errors import CheckpointError
+from phalanx.errors import CheckpointError, MissingDependencyError, PhalanxError
+from phalanx.keras import BackupAndRestore
+from phalanx.train import Checkpoint, CheckpointManager
 
+NOTES = {"values": {}, "names": {}, "aliases": {}}
 DTYPES = [
     *(
         "bool",
@@ -35,7 +44,7 @@ def test_every_dtype_comes_back(tmp_path, dtype):
     """With any number of dims, also of size 0."""
     arrays = {"a": np.arange(6).reshape(2, 3).astype(dtype), "s": np.ones((), dtype), "e": np.zeros((0, 2), dtype)}
     file = store.file_of(tmp_path / "c")
-    store.write(file, arrays, {"own": [1, None]})
+    store.write(file, arrays, NOTES | {"own": [1, None]})
     stored = store.CheckpointFile(tmp_path / "c")
     assert stored.notes["own"] == [1, None]
     assert dict(stored.items()).keys() == arrays.keys() == stored.names
@@ -50,7 +59,7 @@ def test_other_programs_read_the_arrays(tmp_path, run_python):
     """The library safetensors, and Orbax, whose threads end with its process."""
     array = np.arange(6, dtype="float32").reshape(2, 3)
     file = tmp_path / "c.safetensors"
-    store.write(file, {"dense/kernel": array}, {})
+    store.write(file, {"dense/kernel": array}, NOTES)
     np.testing.assert_array_equal(safetensors.numpy.load_file(file)["dense/kernel"], array)
     code = (
         "from orbax.checkpoint import v1 as ocp\n"
@@ -67,7 +76,7 @@ def test_missing_file_names_what_is_there(tmp_path):
         CheckpointError, match=r"c-2.safetensors: there is no such file.\nHINT: .* contains no checkpoint"
     ):
         store.CheckpointFile(tmp_path / "c-2")
-    store.write(tmp_path / "c-1.safetensors", {}, {})
+    store.write(tmp_path / "c-1.safetensors", {}, NOTES)
     with pytest.raises(CheckpointError, match=r"HINT: one of .*c-1$"):
         store.CheckpointFile(tmp_path / "c-2")
 
@@ -75,7 +84,7 @@ def test_missing_file_names_what_is_there(tmp_path):
 @pytest.mark.parametrize("length", [0, 5, 100, -1])
 def test_truncated_file_is_refused(tmp_path, length):
     file = tmp_path / "c.safetensors"
-    store.write(file, {"a": np.zeros(100)}, {})
+    store.write(file, {"a": np.zeros(100)}, NOTES)
     os.truncate(file, length if length >= 0 else file.stat().st_size - 1)
     with pytest.raises(
         CheckpointError, match=r"is incomplete, or not a checkpoint .*\nHINT: delete it, to begin again"
@@ -87,7 +96,7 @@ def test_truncated_file_is_refused(tmp_path, length):
 def test_damaged_array_is_refused(tmp_path, dtype):
     """One bit that has changed is enough."""
     file = store.file_of(tmp_path / "a")
-    store.write(file, {"sound": np.ones(3), "damaged": np.ones(101, jnp.dtype(dtype))}, {"values": {}})
+    store.write(file, {"sound": np.ones(3), "damaged": np.ones(101, jnp.dtype(dtype))}, NOTES)
     content = bytearray(file.read_bytes())
     content[-2] ^= 0x40
     file.write_bytes(content)
@@ -107,16 +116,16 @@ def test_files_that_are_refused(tmp_path):
     safetensors.numpy.save_file({"a": np.zeros(2)}, tmp_path / "other.safetensors")
     with pytest.raises(CheckpointError, match=r"not written by Phalanx .*\nHINT: safetensors.numpy.load_file"):
         store.CheckpointFile(tmp_path / "other")
-    store.write(store.file_of(tmp_path / "folder" / "ckpt-1"), {}, {"values": {}})
+    store.write(store.file_of(tmp_path / "folder" / "ckpt-1"), {}, NOTES)
     with pytest.raises(CheckpointError, match=r"HINT: it is a folder: phalanx.train.latest_checkpoint\('.*folder'\)"):
         store.CheckpointFile(tmp_path / "folder")
 
 
 def test_existing_file_is_not_replaced(tmp_path):
     """The older checkpoint stays."""
-    store.write(tmp_path / "c.safetensors", {"a": np.ones(1)}, {})
+    store.write(tmp_path / "c.safetensors", {"a": np.ones(1)}, NOTES)
     with pytest.raises(CheckpointError, match="the file exists already"):
-        store.write(tmp_path / "c.safetensors", {"a": np.zeros(1)}, {})
+        store.write(tmp_path / "c.safetensors", {"a": np.zeros(1)}, NOTES)
     assert store.CheckpointFile(tmp_path / "c").array("a") == 1
 
 
@@ -124,7 +133,7 @@ def test_folder_that_cannot_be_written_is_refused(tmp_path):
     """A file where the folder should be: root may write anywhere else."""
     (tmp_path / "folder").write_text("")
     with pytest.raises(CheckpointError, match=r"cannot be written: .*\nHINT: use a folder that this user may write to"):
-        store.write(tmp_path / "folder" / "c.safetensors", {"a": np.zeros(1)}, {})
+        store.write(tmp_path / "folder" / "c.safetensors", {"a": np.zeros(1)}, NOTES)
 
 
 @pytest.fixture
@@ -140,10 +149,159 @@ def small_disk(tmp_path):
 
 
 def test_full_disk_leaves_the_older_checkpoint(small_disk):
-    store.write(small_disk / "c-1.safetensors", {"a": np.ones(1000)}, {})
+    store.write(small_disk / "c-1.safetensors", {"a": np.ones(1000)}, NOTES)
     with pytest.raises(
         CheckpointError, match=r"the disk is full. Earlier checkpoints are unharmed.\nHINT: delete files"
     ):
-        store.write(small_disk / "c-2.safetensors", {"a": np.zeros(1_000_000)}, {})
+        store.write(small_disk / "c-2.safetensors", {"a": np.zeros(1_000_000)}, NOTES)
     assert [f.name for f in small_disk.iterdir()] == ["c-1.safetensors"]
     assert store.CheckpointFile(small_disk / "c-1").array("a").sum() == 1000
+
+
+def objects(start):
+    """Numbers, arrays, text and a state, in a new checkpoint."""
+    values = np.arange(40.0) * start
+    table = {"mean": [start, "text" * int(start)], "half": values[:9].astype("bfloat16"), "small": np.int8(start)}
+    return Checkpoint(
+        w=keras.Variable(values), b=values.astype("float32"), n=start, more=table, rng=np.random.default_rng(int(start))
+    )
+
+
+def contents(checkpoint):
+    """All values of such a checkpoint."""
+    half = checkpoint.more["half"].astype("float32").tolist()
+    rest = [checkpoint.more["mean"], half, int(checkpoint.more["small"]), checkpoint.rng.bit_generator.state]
+    return [checkpoint.w.numpy().tolist(), checkpoint.b.tolist(), checkpoint.n, *rest]
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory):
+    checkpoint = objects(3.0)
+    path = checkpoint.write(tmp_path_factory.mktemp("original") / "a")
+    checkpoint.sync()
+    return store.file_of(path).read_bytes(), contents(checkpoint), objects(1.0), contents(objects(1.0))
+
+
+CORRUPTIONS = st.one_of(
+    st.tuples(st.just("flip"), st.integers(0, 1 << 20), st.integers(0, 7)),
+    st.tuples(st.just("swap"), st.integers(0, 1 << 20), st.integers(0, 1 << 20)),
+    st.tuples(st.just("cut"), st.integers(0, 1 << 20), st.integers(1, 64)),
+    st.tuples(st.just("end"), st.integers(0, 1 << 20), st.just(0)),
+    st.tuples(st.just("zeros"), st.integers(0, 1 << 20), st.integers(1, 64)),
+)
+
+
+def corrupted(content, kind, place, size):
+    """Changes a file as disks, copies and programs do."""
+    new, place = bytearray(content), place % len(content)
+    if kind == "flip":
+        new[place] ^= 1 << size
+    elif kind == "swap":
+        other, place = size % (len(new) // 8) * 8, place // 8 * 8
+        new[place : place + 8], new[other : other + 8] = new[other : other + 8], new[place : place + 8]
+    elif kind == "cut":
+        del new[place : place + size]
+    elif kind == "end":
+        del new[place:]
+    else:
+        new[place : place + size] = bytes(len(new[place : place + size]))
+    return bytes(new)
+
+
+@draws(40, 2000)
+@given(CORRUPTIONS)
+def test_corrupted_files_are_right_or_refused(tmp_path_factory, original, corruption):
+    """With a typed error, and nothing is half restored."""
+    content, wanted, target, before = original
+    file = tmp_path_factory.getbasetemp() / "corrupted.safetensors"
+    file.write_bytes(corrupted(content, *corruption))
+    try:
+        target.read(file).assert_consumed()
+    except PhalanxError:
+        assert contents(target) == before
+    else:
+        assert contents(target) == wanted
+        vars(target).update(vars(objects(1.0)))
+
+
+def test_bits_of_all_notes_are_covered(tmp_path, original):
+    """Each bit of what comes before the arrays, and the order of all words."""
+    content = original[0]
+    header = 8 + int.from_bytes(content[:8], "little")
+    file = tmp_path / "a.safetensors"
+    for place in range(0, header, 23):
+        file.write_bytes(corrupted(content, "flip", place, place % 8))
+        with pytest.raises(CheckpointError, match="damaged|cannot be read|not written by Phalanx"):
+            store.CheckpointFile(file)
+
+
+def notes_of(**changes):
+    notes = NOTES | {"dtypes": {}, "sums": {"a": 0}, "values": {"v": {"__array__": "a"}}} | changes
+    return {"format": store.OLD_FORMAT, "notes": json.dumps(notes)}
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"format": store.OLD_FORMAT},
+        {"format": store.OLD_FORMAT, "notes": "{"},
+        {"format": store.OLD_FORMAT, "notes": "[]"},
+        notes_of(sums={}),
+        notes_of(values={"v": {"__array__": "b"}}),
+        notes_of(values=[]),
+        notes_of(dtypes={"a": "no dtype"}),
+        notes_of(dtypes={"b": "float32"}),
+        notes_of(names={"a": 3}),
+        notes_of(aliases=None),
+        {"format": store._FORMAT, "notes": "{}"},
+    ],
+)
+def test_malformed_files_are_refused(tmp_path, metadata):
+    """By one error, whatever is missing or wrong in them."""
+    safetensors.numpy.save_file({"a": np.zeros(2)}, tmp_path / "a.safetensors", metadata)
+    with pytest.raises(CheckpointError, match="the file is damaged: its "):
+        store.CheckpointFile(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("value", "dtypes"),
+    [
+        ({"__bytes__": 3}, {}),
+        ({"__complex__": [1, 2, 3]}, {}),
+        ({"__tuple__": 3}, {}),
+        ({"__array__": "a"}, {"a": "complex128"}),
+    ],
+)
+def test_malformed_values_are_refused(tmp_path, value, dtypes):
+    """When they are read."""
+    array = np.zeros((2, 3), np.uint8)
+    metadata = notes_of(values={"v": value}, dtypes=dtypes)
+    safetensors.numpy.save_file({"a": array}, tmp_path / "a.safetensors", metadata)
+    with pytest.raises(CheckpointError, match="the file is damaged: "):
+        store.CheckpointFile(tmp_path / "a").value("v")
+
+
+def test_missing_library_is_told_when_a_checkpoint_is_made(monkeypatch):
+    """Not by the first save."""
+    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
+    for make in (Checkpoint, lambda: BackupAndRestore("backup")):
+        with pytest.raises(MissingDependencyError, match=r'not installed.\nHINT: pip install "\.\[checkpoint\]"'):
+            make()
+
+
+def test_folder_without_rights_is_told_when_a_manager_is_made(tmp_path):
+    """A file where a folder should be; a name that is too long."""
+    (tmp_path / "file").write_text("")
+    for folder, message in ((tmp_path / "file" / "c", "Not a directory"), (tmp_path / ("x" * 300), "too long")):
+        for make in (lambda: CheckpointManager(Checkpoint(), folder, 1), lambda: BackupAndRestore(folder)):  # noqa: B023
+            with pytest.raises(CheckpointError, match=f"cannot be written: .*{message}"):
+                make()
+    assert CheckpointManager(Checkpoint(), tmp_path / "new" / "folder", 1).latest_checkpoint is None
+    assert not (tmp_path / "new").exists()
+
+
+def test_disk_without_room_is_told_when_a_manager_is_made(small_disk):
+    """For all arrays that the objects have so far."""
+    CheckpointManager(Checkpoint(a=np.zeros(1000)), small_disk, 1)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        CheckpointManager(Checkpoint(a=np.zeros(1000), b=[keras.Variable(np.zeros(300_000))]), small_disk / "c", 1)

@@ -56,8 +56,8 @@ def test_own_variables_are_those_of_one_object():
     assert compat.own_variables(keras.losses.MeanSquaredError()) == []
 
 
-def test_growth_is_told_after_a_build_and_a_slot(monkeypatch):
-    """`Layer._post_build` and `Optimizer._track_variable` of Keras."""
+def test_growth_is_told_after_a_build(monkeypatch):
+    """`Layer._post_build` of Keras, and `build` of each class of optimizers: when the slots are there."""
     told = []
     monkeypatch.setattr(compat.tracking, "_growth", [told.append])
     dense, optimizer = layers.Dense(2), keras.optimizers.SGD(0.1, momentum=0.9)
@@ -65,7 +65,19 @@ def test_growth_is_told_after_a_build_and_a_slot(monkeypatch):
     dense(np.ones((1, 3)))
     assert told == [dense]
     optimizer.build(dense.trainable_variables)
-    assert told == [dense, optimizer, optimizer]
+    assert set(map(id, told)) == {id(dense), id(optimizer)}
+    assert told[-1] is optimizer
+
+    class Own(keras.optimizers.SGD):
+        """A class of a user, which makes its slots after those of its base."""
+
+        def build(self, variables):
+            super().build(variables)
+            told.clear()
+
+    own = Own(0.1)
+    own.build(dense.trainable_variables)
+    assert told == [own]
 
 
 @pytest.mark.parametrize("value", [5.0, np.array(5.0)])

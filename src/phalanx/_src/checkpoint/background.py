@@ -5,7 +5,9 @@ import atexit
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable
+from pathlib import Path
 
 from phalanx.errors import deferred
 from phalanx.errors.deferred import raise_deferred
@@ -26,6 +28,26 @@ def submit(write: Callable[[], None]) -> None:
     _writing = threading.Thread(target=deferred.guarded(begin), name="phalanx-checkpoint")
     _writing.start()
     go.set()
+
+
+_POLL_S, _SILENCE_S = 0.02, 10.0
+
+
+def expect(file: Path) -> None:
+    """Begins to wait for a file that another process writes, so that `wait` returns when it is there."""
+    submit(lambda: _arrive(file))
+
+
+def _arrive(file: Path) -> None:
+    """Waits for a file, as long as somebody writes it, and nobody expects another one."""
+    seen, since_s = -1, time.monotonic()
+    while not file.exists() and threading.current_thread() is _writing and threading.main_thread().is_alive():
+        size = sum(part.stat().st_size for part in file.parent.glob(f".{file.name}.*.part") if part.exists())
+        if size != seen:
+            seen, since_s = size, time.monotonic()
+        elif time.monotonic() - since_s > _SILENCE_S:
+            return  # Its process has ended, or writes where this one does not see it. Others tell of the former.
+        time.sleep(_POLL_S)
 
 
 def wait() -> None:

@@ -6,12 +6,11 @@ import json
 import logging
 import os
 import threading
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import jax
 import keras
@@ -20,7 +19,8 @@ from typing_extensions import override
 from phalanx._src.checkpoint import background
 from phalanx._src.checkpoint.names import Holder
 from phalanx._src.checkpoint.objects import Snapshot
-from phalanx._src.checkpoint.restoration import Restoration, capture, with_nearest
+from phalanx._src.checkpoint.restoration import Restoration, capture
+from phalanx._src.checkpoint.status import CheckpointStatus
 from phalanx._src.checkpoint.store import CheckpointFile, file_of, refuse_existing, write
 from phalanx._src.cluster.watch import membership
 from phalanx._src.compat import is_lifting
@@ -32,7 +32,6 @@ from phalanx._src.tracing import context
 from phalanx._src.tracing.context import has_strategy
 from phalanx.errors import (
     CheckpointError,
-    CheckpointMismatchError,
     ContextError,
     InvalidArgumentError,
     PeerLostError,
@@ -86,138 +85,6 @@ class CheckpointOptions:
         arguments.flag("enable_async", self.enable_async)
 
 
-class CheckpointStatus:
-    """The result of `Checkpoint.restore` and `Checkpoint.read`: what was restored, and what is still missing.
-
-    Source: the status objects of tf.train.Checkpoint.restore.
-
-    Example:
-      >>> import keras, os, phalanx, tempfile
-      >>> with tempfile.TemporaryDirectory() as folder:
-      ...     path = phalanx.train.Checkpoint(step=keras.Variable(3)).write(os.path.join(folder, "first"))
-      ...     status = phalanx.train.Checkpoint(step=keras.Variable(0)).read(path)
-      ...     _ = status.assert_consumed()
-    """
-
-    def __init__(self, restoration: Restoration | None, objects: Holder) -> None:
-        # The restoration itself does not keep the objects alive.
-        self._restoration, self._objects = restoration, objects
-        self._at_end: weakref.finalize[..., CheckpointStatus] | None = None
-        if restoration is not None:
-            # Only when nobody holds this object any more is it known that nobody asks it, or expects a difference.
-            self._at_end = weakref.finalize(self, _tell_differences, restoration, objects)
-
-    def _is_answered(self) -> None:
-        """Notes that the program knows what was not restored."""
-        if self._at_end is not None:
-            self._at_end.detach()
-
-    def assert_consumed(self) -> Self:
-        """Checks that everything in the checkpoint was restored, and that every object of the program was in it.
-
-        May be called in cross-replica context.
-
-        Returns:
-          This object.
-
-        Raises:
-          CheckpointMismatchError: something in the checkpoint or in the program has no counterpart. The message names it.
-        """
-        restoration = self._complete("assert_consumed")
-        if unused := restoration.unused():
-            raise self._refuse("assert_consumed", "contains objects that the program does not have", unused, [])
-        return self
-
-    def assert_existing_objects_matched(self) -> Self:
-        """Checks that every object that the program has so far was restored. May be called in cross-replica context.
-
-        Returns:
-          This object.
-
-        Raises:
-          CheckpointMismatchError: an object was not in the checkpoint. The message names it.
-        """
-        self._complete("assert_existing_objects_matched")
-        return self
-
-    def assert_nontrivial_match(self) -> Self:
-        """Checks that something besides the counter of saves was restored. May be called in cross-replica context.
-
-        Returns:
-          This object.
-
-        Raises:
-          CheckpointMismatchError: nothing was restored.
-        """
-        restoration = self._of_file("assert_nontrivial_match")
-        if not restoration.matched:
-            raise self._refuse(
-                "assert_nontrivial_match",
-                "contains nothing that the program has; it contains",
-                restoration.unused(),
-                restoration.missing(),
-            )
-        return self
-
-    def expect_partial(self) -> Self:
-        """Declares that only a part of the checkpoint is meant to be restored. May be called in any context.
-
-        Without this call, and without an assertion, a warning names what the checkpoint contains and the program lacks, and the reverse.
-
-        Returns:
-          This object.
-        """
-        self._is_answered()
-        return self
-
-    def _complete(self, method: str) -> Restoration:
-        """Returns the restoration, after checking that every object of the program was restored."""
-        restoration = self._of_file(method)
-        if missing := restoration.missing():
-            problem = "does not contain these objects of the program"
-            raise self._refuse(method, problem, missing, restoration.unused())
-        return restoration
-
-    def _of_file(self, method: str) -> Restoration:
-        """Returns the restoration, with what became possible since the last call."""
-        if self._restoration is None:
-            raise CheckpointMismatchError(
-                f"{method}() after restore(None)",
-                "there was no checkpoint to restore.",
-                "if path: checkpoint.restore(path)",
-            )
-        self._is_answered()
-        self._restoration.resume()
-        return self._restoration
-
-    def _refuse(self, method: str, problem: str, names: list[str], unused: list[str]) -> CheckpointMismatchError:
-        assert self._restoration is not None
-        return CheckpointMismatchError(
-            f"{method}() of the checkpoint {self._restoration.stored.file}",
-            f"it {problem}: {with_nearest(names, unused)}.",
-            "create the objects as in the program that saved it; or call expect_partial() and no assertion",
-        )
-
-
-def _tell_differences(restoration: Restoration, objects: Holder) -> None:
-    """Warns about what a checkpoint contains and the program lacks, and the reverse. `objects` are alive until then."""
-    surplus, lacking = ([name for name in names if name != "save_counter"] for names in restoration.differences())
-    parts = [
-        f"{text}: {with_nearest(names, others)}"
-        for text, names, others in (
-            ("it contains what the program lacks", surplus, lacking),
-            ("the program has what it does not contain", lacking, surplus),
-        )
-        if names
-    ]
-    if parts:
-        _log.warning(
-            "the checkpoint %s was restored in part. %s.\nHINT: the names of the program that saved it; or restore(path).expect_partial()",
-            restoration.stored.file,
-            "; ".join(parts),
-        )
-
-
 @final
 class Checkpoint(Holder):
     """Saves objects to a file and restores them, under any strategy. May be created outside replica functions.
@@ -238,6 +105,7 @@ class Checkpoint(Holder):
 
     Raises:
       InvalidArgumentError: the name of an object is that of a method.
+      MissingDependencyError: the library that writes the files is not installed.
 
     Source: tf.train.Checkpoint.
 
@@ -366,7 +234,7 @@ class Checkpoint(Holder):
         return self._read("read", save_path, options)
 
     def sync(self) -> None:
-        """Waits until the file of the last save is on the disk. May be called in any context.
+        """Waits until the file of the last save is on the disk, and this process sees it. May be called in any context.
 
         Raises:
           CheckpointError: a save has failed.
@@ -424,8 +292,10 @@ class Checkpoint(Holder):
                 capture(self, snapshot)
                 if is_chief:
                     background.submit(functools.partial(_finish, file, snapshot, after))
-                    if options is not None and not options.enable_async:
-                        background.wait()
+                else:
+                    background.expect(file)
+                if options is not None and not options.enable_async:
+                    background.wait()
         except PeerLostError as e:
             if not membership.outlives_losses():
                 raise
@@ -508,6 +378,11 @@ def _topology() -> Topology:
     if jax.process_count() == 1 or has_strategy():
         return current
     return max([current, *(s.topology for s in living_strategies())], key=lambda topology: topology.num_workers)
+
+
+def writes_here() -> bool:
+    """Returns whether this process writes checkpoints, as far as is known before the first save."""
+    return all(strategy.topology.is_chief for strategy in living_strategies())
 
 
 def of_chief(text: str) -> str:

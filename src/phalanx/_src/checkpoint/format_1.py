@@ -53,9 +53,9 @@ class OldNaming(Naming):
         return [str(i) for i, _ in enumerate(values)]
 
     @override
-    def variables(self, names: Iterable[str]) -> list[str]:
+    def variables(self, owner: Any) -> list[str]:
         counts, steps = Counter[str](), []
-        for name in map(_quoted, names):
+        for name in (_quoted(v.name) for v in compat.own_variables(owner)):
             steps.append(f"{name}_{counts[name]}" if counts[name] else name)
             counts[name] += 1
         return steps

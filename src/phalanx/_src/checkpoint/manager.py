@@ -14,8 +14,15 @@ from typing import final
 import keras
 
 from phalanx._src.checkpoint import background
-from phalanx._src.checkpoint.checkpoint import Checkpoint, CheckpointOptions, of_chief, require_between_steps
-from phalanx._src.checkpoint.store import SUFFIX, path_of
+from phalanx._src.checkpoint.checkpoint import (
+    Checkpoint,
+    CheckpointOptions,
+    of_chief,
+    require_between_steps,
+    writes_here,
+)
+from phalanx._src.checkpoint.restoration import size_of
+from phalanx._src.checkpoint.store import SUFFIX, path_of, require_room
 from phalanx._src.runtime.notes import note
 from phalanx.errors import CheckpointError, InvalidArgumentError, arguments, shown
 
@@ -151,6 +158,7 @@ class CheckpointManager:
       init_fn: initializes the objects if there is no checkpoint to restore.
 
     Raises:
+      CheckpointError: this user may not write into the folder, or the disk has no room for one checkpoint.
       InvalidArgumentError: an argument has the wrong type or value.
 
     Source: tf.train.CheckpointManager.
@@ -209,6 +217,8 @@ class CheckpointManager:
             arguments.instance("step_counter", step_counter, keras.Variable, "step_counter=optimizer.iterations")
         if init_fn is not None:
             arguments.function("init_fn", init_fn, "init_fn=initialize")
+        if writes_here():
+            require_room(directory, size_of(checkpoint))
         self._checkpoint, self._directory, self._name = checkpoint, Path(directory), checkpoint_name
         self._max_to_keep, self._keep_every_h = max_to_keep, keep_checkpoint_every_n_hours
         self._step_counter, self._interval, self._init_fn = step_counter, checkpoint_interval, init_fn

@@ -98,9 +98,9 @@ class Naming:
                 steps.append(str(i))
         return steps
 
-    def variables(self, names: Iterable[str]) -> list[str]:
+    def variables(self, owner: Any) -> list[str]:
         """Returns the steps of the variables of one object."""
-        return numbered(map(quoted, names))
+        return numbered(map(quoted, compat.variable_names(owner)))
 
     def slots(self, place: str, optimizer: Any, keys: dict[int, str]) -> Iterator[tuple[str, Variable]]:
         """Yields the names of the variables of an optimizer.
@@ -261,11 +261,14 @@ class Names:
         else:
             variables = compat.own_variables(owner)
             ids = set(map(id, variables))
-            yield from zip(self._naming.variables(v.name for v in variables), variables, strict=True)
+            yield from zip(self._naming.variables(owner), variables, strict=True)
+        reached: set[int] = set()
         for name, value in compat.parts_of(owner):
             for path, child in self._owners(self._naming.part(owner, name), value):
-                if id(child) not in ids:
+                # Keras tracks all layers. Their places there change with layers that an attribute leads to.
+                if id(child) not in ids and not (name == compat.SUBLAYERS and id(child) in reached):
                     yield path, child
+                    reached.add(id(child))
 
     def _owners(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
         """Yields the Keras objects and variables in nested lists, tuples and dicts."""

@@ -4,13 +4,16 @@
 import contextlib
 import difflib
 import json
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 
 from phalanx._src import compat
+from phalanx._src.checkpoint import text
 from phalanx._src.checkpoint.format_1 import OldNaming
 from phalanx._src.checkpoint.names import OPEN, Entry, Holder, Names, Naming, is_owner, refuse_name
 from phalanx._src.checkpoint.objects import REPLICAS, Part, Snapshot, StatePart, part_of, refuse_object
@@ -61,6 +64,24 @@ def capture(objects: Holder, snapshot: Snapshot) -> None:
             raise
         except (TypeError, ValueError) as e:
             raise refuse_object(path, value, e) from e
+
+
+def size_of(objects: Holder) -> int:
+    """Returns the bytes of the arrays that a checkpoint of some objects contains."""
+    sizes: dict[int, int] = {}
+    met: set[int] = set()
+
+    def enter(owner: Any, path: str) -> bool:
+        is_new = id(owner) not in met
+        met.add(id(owner))
+        return is_new
+
+    for _, value, _, _ in Names(Naming()).below([(objects, "")], enter):
+        if isinstance(value, Variable):
+            sizes[id(value)] = math.prod(value.shape) * np.dtype(compat.dtype_of(value)).itemsize
+        elif text.is_array(value):
+            sizes[id(value)] = value.nbytes
+    return sum(sizes.values())
 
 
 def _kind_of_optimizer(value: object) -> str | None:

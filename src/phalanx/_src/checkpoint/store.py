@@ -13,6 +13,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
@@ -109,6 +110,30 @@ def refuse_existing(file: Path) -> None:
             "the file exists already.",
             "use another path or number; or delete the file, if nobody needs it",
         )
+
+
+def require_room(folder: str | os.PathLike[str], size: int = 0) -> None:
+    """Checks that a checkpoint can be written into a folder, which may not be there yet.
+
+    Args:
+      folder: the folder.
+      size: the bytes of the arrays.
+
+    Raises:
+      CheckpointError: this user may not write there, or the disk has less room.
+    """
+    path = Path(folder)
+    try:
+        there = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
+        problem = None if there.is_dir() else errno.ENOTDIR
+        if problem is None and not os.access(there, os.W_OK | os.X_OK):
+            problem = errno.EACCES
+        if problem is None and shutil.disk_usage(there).free < size:
+            problem = errno.ENOSPC
+    except OSError as e:
+        raise _refuse_write(path, e) from e
+    if problem is not None:
+        raise _refuse_write(path, OSError(problem, os.strerror(problem), str(there)))
 
 
 def _header(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:

@@ -29,6 +29,10 @@ Owner: TypeAlias = (
 OWNERS = (keras.layers.Layer, keras.losses.Loss, keras.metrics.Metric, BaseOptimizer, keras.random.SeedGenerator)
 
 
+SUBLAYERS = "sublayers"
+"""The name of the part with all layers in a layer."""
+
+
 def own_variables(owner: Owner) -> list[Variable]:
     """Returns the variables of an object, in the order of their creation, without those of the objects that it consists of."""
     if isinstance(owner, keras.layers.Layer):
@@ -52,6 +56,12 @@ def given_name(owner: object) -> str | None:
     return name
 
 
+def variable_names(owner: Owner) -> list[str]:
+    """Returns the names of the variables of an object; for those that Keras has numbered, the names of their attributes."""
+    attributes = {id(value): name.lstrip("_") for name, value in vars(owner).items() if isinstance(value, Variable)}
+    return [given_name(v) or attributes.get(id(v)) or automatic_name(v) for v in own_variables(owner)]
+
+
 class Slot(NamedTuple):
     """A variable of an optimizer.
 
@@ -72,17 +82,19 @@ def slots_of(optimizer: keras.optimizers.Optimizer) -> list[Slot]:
     listed = {
         id(slot): Slot(name.lstrip("_"), variable, slot)
         for name, values in vars(optimizer).items()
-        if isinstance(values, list) and len(values) == len(trained) and name not in ("_variables", "_trainable_variables")
+        if isinstance(values, list)
+        and len(values) == len(trained)
+        and name not in ("_variables", "_trainable_variables")
         for variable, slot in zip(trained, values, strict=True)
         if isinstance(slot, Variable)
     }
-    for variable in optimizer._variables:
+    for variable, name in zip(optimizer._variables, variable_names(optimizer), strict=True):
         reference = reference_of(variable)
         if reference is not None:
             prefix = reference.path.replace("/", "_") + "_"
             listed[id(variable)] = Slot(variable.name.removeprefix(prefix), reference, variable)
         elif id(variable) not in listed:
-            listed[id(variable)] = Slot(variable.name, None, variable)
+            listed[id(variable)] = Slot(name, None, variable)
     kept = [
         Slot(kind, trained[int(index)], companion)
         for kind, companions in vars(optimizer).get("phalanx_kept", {}).items()
@@ -110,7 +122,7 @@ def parts_of(owner: Owner) -> Iterator[tuple[str, Any]]:
             yield name, value
     # Sublayers that no attribute leads to.
     if isinstance(owner, keras.layers.Layer) and not isinstance(owner, (keras.Sequential, Functional)):
-        yield "sublayers", owner._layers
+        yield SUBLAYERS, owner._layers
 
 
 @functools.cache
@@ -200,7 +212,6 @@ def _tell(owner: Owner) -> None:
 
 
 extend(keras.layers.Layer, "_post_build")(_after)
-
 
 
 def _hear_builds(kind: type[Any]) -> None:
