@@ -38,7 +38,7 @@ def saved(folder):
 
 def steps(folder):
     """The steps after which the checkpoints were saved."""
-    return [int(reader.get_tensor("model/optimizer/variables/0")) for reader in saved(folder).values()]
+    return [int(reader.get_tensor("model/optimizer/iteration")) for reader in saved(folder).values()]
 
 
 def test_saves_each_epoch_and_keeps_some(tmp_path, strategy):

@@ -66,16 +66,16 @@ class OldNaming(Naming):
 
     @override
     def slots(self, place: str, optimizer: Any, keys: dict[int, str]) -> Iterator[tuple[str, Variable]]:
-        before, own = self._variables_of(place), compat.own_variables(optimizer)
+        before, variables = self._variables_of(place), compat.own_variables(optimizer)
         slots = {id(slot.variable): slot for slot in compat.slots_of(optimizer)}
-        names = [self._name_before(slots[id(v)], keys) for v in own]
+        names = [self._name_before(slots[id(v)], keys) for v in variables]
         uses = Counter(before)
         indices = {name: i for i, name in enumerate(before) if uses[name] == 1}
         # Names that tell nothing, as those of the two factors of a variable, count if all others are in their places.
-        in_place = list(map(_without_numbers, before)) == [_without_numbers(v.name) for v in own] and all(
+        in_place = list(map(_without_numbers, before)) == [_without_numbers(v.name) for v in variables] and all(
             indices.get(name, i) == i for i, name in enumerate(names)
         )
-        for i, (variable, name) in enumerate(zip(own, names, strict=True)):
+        for i, (variable, name) in enumerate(zip(variables, names, strict=True)):
             index = indices.get(name, i if in_place else None)
             yield under(place, f"variables/{'none' if index is None else index}"), variable
             del slots[id(variable)]
@@ -93,10 +93,10 @@ class OldNaming(Naming):
 
     def _variables_of(self, place: str) -> list[str]:
         """Returns the names that Keras had given the variables of the optimizer at a place."""
-        found: list[str] = []
-        while (path := under(place, f"variables/{len(found)}")) in self._names:
-            found.append(self._names[path].partition("/")[2])
-        return found
+        names: list[str] = []
+        while (path := under(place, f"variables/{len(names)}")) in self._names:
+            names.append(self._names[path].partition("/")[2])
+        return names
 
     @override
     def difference(self, place: str, owner: Any) -> str | None:
@@ -106,9 +106,9 @@ class OldNaming(Naming):
             return None if is_same else f"is the optimizer {owner.name!r}, and {before!r} in the checkpoint"
         if not (isinstance(owner, keras.layers.Layer) and place.rpartition("/")[2].isdigit() and place in self._below):
             return None
-        own, before = {step for v in owner.variables for step in v.path.split("/")}, self._below[place]
-        if owner.name not in own:
+        steps, before = {step for v in owner.variables for step in v.path.split("/")}, self._below[place]
+        if owner.name not in steps:
             return None
-        given = compat.given_name(owner)
-        is_same = given in before if given else compat.automatic_name(owner) in map(_without_numbers, before)
+        name = compat.given_name(owner)
+        is_same = name in before if name else compat.automatic_name(owner) in map(_without_numbers, before)
         return None if is_same else f"is the layer {owner.name!r}, and one of {sorted(before)} in the checkpoint"

@@ -161,9 +161,9 @@ class ArrayPart(Part):
         if path not in stored.names:
             return set()
         (shape, dtype), kind = stored.spec(path), text.kind_of_keys(stored.notes["values"].get(path))
-        own = str(jax.random.key_impl(self.array)) if text.is_key(self.array) else None
-        if kind != own:
-            raise ValueError(f"it has {_keys(own)}, and {_keys(kind)} in the checkpoint")
+        ours = str(jax.random.key_impl(self.array)) if text.is_key(self.array) else None
+        if kind != ours:
+            raise ValueError(f"it has {_keys(ours)}, and {_keys(kind)} in the checkpoint")
         shape = shape if kind is None else shape[: np.ndim(self.array)]
         if shape != tuple(np.shape(self.array)):
             raise ValueError(f"the array has the shape {np.shape(self.array)}, and {shape} in the checkpoint")

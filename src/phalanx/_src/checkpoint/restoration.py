@@ -202,8 +202,8 @@ class Restoration:
         lacking += self._below_strangers([s for s in strangers.values() if self._places.get(s[0]) is None])
         self._lacking = [entry.path for entry in lacking]
         problems += [*self._one_for_several(matches), *self._slots.problems, *self._renamed(lacking)]
-        if found := [problem for problem in problems if problem]:
-            raise self._refuse(found)
+        if differences := list(filter(None, problems)):
+            raise self._refuse(differences)
         return matches
 
     def _below_strangers(self, strangers: list[tuple[Any, str]]) -> list[Entry]:
@@ -270,8 +270,9 @@ class Restoration:
         self._is_busy = True
         try:
             for match in states:
-                with contextlib.suppress(Exception):
-                    undo.append(match.part.undo())
+                if isinstance(match.part, StatePart):
+                    with contextlib.suppress(Exception):
+                        undo.append(match.part.undo())
                 self._put(match)
         except BaseException:
             for function in reversed(undo):

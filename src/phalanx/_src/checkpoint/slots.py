@@ -42,18 +42,18 @@ class StoredSlots:
           variables: the variables that it trains.
           paths: the names of the variables of the program.
         """
-        found = dict(zip(map(id, variables), map(self._received.get, variables), strict=True))
-        others = [v for v in variables if found[id(v)] is None]
+        keys_by_id = dict(zip(map(id, variables), map(self._received.get, variables), strict=True))
+        outside = [v for v in variables if keys_by_id[id(v)] is None]
         # What has a name in both is not in the checkpoint under another name.
         taken = {path for _, path in self._received.items()}
         left = [key for key in self._keys.get(place, ()) if key not in taken]
         for is_named in (False, True):
-            ours = [v for v in others if (paths.get(v) is not None) == is_named]
+            ours = [v for v in outside if (paths.get(v) is not None) == is_named]
             theirs = [key for key in left if key.startswith(":")] if is_named else left
             keys = self._matched(place, dict(zip(keys_outside(ours), ours, strict=True)), theirs)
-            found |= {id(v): key for key, v in keys}
+            keys_by_id |= {id(v): key for key, v in keys}
             left = [key for key in left if key not in {key for key, _ in keys}]
-        return [found[id(v)] or "" for v in variables]
+        return [keys_by_id[id(v)] or "" for v in variables]
 
     def _matched(self, place: str, ours: dict[str, Variable], theirs: list[str]) -> Iterable[tuple[str, Variable]]:
         """Returns variables with their keys in the checkpoint, or with others if the checkpoint has none for them."""

@@ -95,13 +95,13 @@ def slots_of(optimizer: keras.optimizers.Optimizer) -> list[Slot]:
             listed[id(variable)] = Slot(variable.name.removeprefix(prefix), reference, variable)
         elif id(variable) not in listed:
             listed[id(variable)] = Slot(name, None, variable)
-    kept = [
+    companions = [
         Slot(kind, trained[int(index)], companion)
-        for kind, companions in vars(optimizer).get("phalanx_kept", {}).items()
-        for index, companion in companions.items()
+        for kind, beside_all in vars(optimizer).get("phalanx_kept", {}).items()
+        for index, companion in beside_all.items()
         if isinstance(companion, Variable)
     ]
-    return [*listed.values(), *kept]
+    return [*listed.values(), *companions]
 
 
 def parts_of(owner: Owner) -> Iterator[tuple[str, Any]]:
@@ -222,7 +222,7 @@ def _hear_builds(kind: type[Any]) -> None:
         _hear_builds(subclass)
 
 
-def _hear_builds_of_subclass(kind: type[Any], **kwargs: PyTree) -> None:
+def _hear_builds_of_subclass(kind: type[Any], /, **kwargs: PyTree) -> None:
     super(BaseOptimizer, kind).__init_subclass__(**kwargs)
     _hear_builds(kind)
 
