@@ -197,6 +197,8 @@ def test_every_dtype_into_every_other_is_exact_or_refused(tmp_path):
     with np.errstate(all="ignore"):
         numbers = {d: [np.asarray(x).astype(d) for x in NUMBERS if d.startswith("complex") or x != 1j] for d in DTYPES}
         for source, target in itertools.product(DTYPES, DTYPES):
+            if np.dtype(source).kind == "c" != np.dtype(target).kind:
+                continue  # Refused by its kind: see below.
             survive = [exact(x.astype(target)) == exact(x) for x in numbers[source]]
             for number, does in zip(numbers[source], survive, strict=True):
                 with contextlib.nullcontext() if does else pytest.raises(ValueError, match="would become"):

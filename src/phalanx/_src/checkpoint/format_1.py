@@ -84,7 +84,7 @@ class OldNaming(Naming):
             index = trained[id(slot.trained)] if in_place else None
             yield under(place, f"phalanx_kept/{_quoted(slot.kind)}/{'none' if index is None else index}"), slot.variable
 
-    def _name_before(self, slot: compat.Slot, keys: dict[int, str]) -> str:
+    def _name_before(self, slot: compat.OptimizerSlot, keys: dict[int, str]) -> str:
         """Returns the name that Keras would have given a slot in the program that saved it."""
         if slot.trained is None:
             return slot.kind

@@ -131,7 +131,7 @@ class Naming:
         )
 
 
-class Entry(NamedTuple):
+class NamedValue(NamedTuple):
     """A value and its name.
 
     Args:
@@ -201,7 +201,7 @@ class Names:
         self.paths: IdentityMap[str] = IdentityMap()
         self._keys_of = keys_of
 
-    def below(self, start: Iterable[tuple[Any, str]], enter: Callable[[Any, str], bool]) -> Iterator[Entry]:
+    def below(self, start: Iterable[tuple[Any, str]], enter: Callable[[Any, str], bool]) -> Iterator[NamedValue]:
         """Yields objects and values with their names: first the shortest; an object with several names several times.
 
         Args:
@@ -223,18 +223,18 @@ class Names:
             trained = list({id(v): v for _, v, _ in compat.slots_of(owner) if v is not None}.values())
             keys = dict(zip(map(id, trained), self._keys_of(place, trained, self.paths), strict=True))
             for path, variable in self._naming.slots(place, owner, keys):
-                yield self._noted(Entry(path, variable, owner, None))
+                yield self._noted(NamedValue(path, variable, owner, None))
 
-    def _noted(self, entry: "Entry") -> "Entry":
+    def _noted(self, entry: "NamedValue") -> "NamedValue":
         """Returns an entry with its name in the file."""
         entry = entry._replace(path=self._aliases.get(entry.path, entry.path))
         if (is_owner(entry.value) or isinstance(entry.value, Variable)) and self.paths.get(entry.value) is None:
             self.paths[entry.value] = entry.path
         return entry
 
-    def _children(self, owner: Any, place: str) -> Iterator[Entry]:
+    def _children(self, owner: Any, place: str) -> Iterator[NamedValue]:
         if not isinstance(owner, Holder):
-            yield from (Entry(under(place, name), value, owner, None) for name, value in self._parts(owner))
+            yield from (NamedValue(under(place, name), value, owner, None) for name, value in self._parts(owner))
             return
         met: set[int] = set()
         if owner._root is not None:
@@ -245,14 +245,14 @@ class Names:
 
     def _items(
         self, owner: Any, path: str, value: Any, replace: Callable[[Any], None], met: set[int]
-    ) -> Iterator[Entry]:
+    ) -> Iterator[NamedValue]:
         try:
             flat = flatten(value, met, self._naming)
         except RecursionError as e:
             raise refuse_object(path, value, TypeError("it contains itself")) from e
         items = [item for _, item in flat.items]
         for i, (step, item) in enumerate(flat.items):
-            yield Entry(under(path, step), item, owner, _replacing(flat, items, i, replace))
+            yield NamedValue(under(path, step), item, owner, _replacing(flat, items, i, replace))
 
     def _parts(self, owner: Any) -> Iterator[tuple[str, Any]]:
         """Yields the variables of a Keras object, except the slots of optimizers, and the Keras objects inside it."""

@@ -15,7 +15,7 @@ import numpy as np
 from phalanx._src import compat
 from phalanx._src.checkpoint import text
 from phalanx._src.checkpoint.format_1 import OldNaming
-from phalanx._src.checkpoint.names import OPEN, Entry, Holder, Names, Naming, is_owner, refuse_name
+from phalanx._src.checkpoint.names import OPEN, Holder, NamedValue, Names, Naming, is_owner, refuse_name
 from phalanx._src.checkpoint.objects import REPLICAS, Part, Snapshot, StatePart, part_of, refuse_object
 from phalanx._src.checkpoint.slots import StoredSlots
 from phalanx._src.checkpoint.store import CheckpointFile
@@ -168,7 +168,7 @@ class Restoration:
         """Returns what can be restored below the objects of `start`, and was not restored yet."""
         matches: list[_Match] = []
         problems = [self._difference(owner, place) for owner, place in start]
-        lacking: list[Entry] = []
+        lacking: list[NamedValue] = []
         strangers: dict[int, tuple[Any, str]] = {}
         receivers: dict[str, Variable] = {}
         for entry in self._entries(start):
@@ -206,7 +206,7 @@ class Restoration:
             raise self._refuse(differences)
         return matches
 
-    def _below_strangers(self, strangers: list[tuple[Any, str]]) -> list[Entry]:
+    def _below_strangers(self, strangers: list[tuple[Any, str]]) -> list[NamedValue]:
         """Returns the values below objects that the checkpoint does not have."""
         entries = self._entries([s for s in strangers if not self._is_left_out(s[0])], everywhere=True)
         return [e for e in entries if not is_owner(e.value) and self._received.get(e.value) is None]
@@ -237,7 +237,7 @@ class Restoration:
         value = json.dumps(self.stored.notes["values"].get(path))
         return value.replace(json.dumps(path)[1:-1] + "#", "#"), [self.stored.array(n).tobytes() for n in sorted(names)]
 
-    def _renamed(self, lacking: list[Entry]) -> list[str]:
+    def _renamed(self, lacking: list[NamedValue]) -> list[str]:
         """Returns a problem for each part of a layer that the checkpoint has under another name, it seems."""
         layers = [path for owner, path in self._places.items() if isinstance(owner, keras.layers.Layer)]
         ours = [(e.path, tuple(e.value.shape)) for e in lacking if isinstance(e.owner, keras.layers.Layer)]
@@ -348,7 +348,7 @@ class Restoration:
             if entry.path not in self._used and not is_owner(entry.value)
         ]
 
-    def _entries(self, start: Sequence[tuple[Any, str]], *, everywhere: bool = False) -> Iterator[Entry]:
+    def _entries(self, start: Sequence[tuple[Any, str]], *, everywhere: bool = False) -> Iterator[NamedValue]:
         """Yields the values below some objects, with their paths in the checkpoint, and notes the places of the objects.
 
         Args:

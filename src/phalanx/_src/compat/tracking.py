@@ -62,7 +62,7 @@ def variable_names(owner: Owner) -> list[str]:
     return [given_name(v) or attributes.get(id(v)) or automatic_name(v) for v in own_variables(owner)]
 
 
-class Slot(NamedTuple):
+class OptimizerSlot(NamedTuple):
     """A variable of an optimizer.
 
     Args:
@@ -76,11 +76,11 @@ class Slot(NamedTuple):
     variable: Variable
 
 
-def slots_of(optimizer: keras.optimizers.Optimizer) -> list[Slot]:
+def slots_of(optimizer: keras.optimizers.Optimizer) -> list[OptimizerSlot]:
     """Returns all variables of an optimizer, without those of the optimizers that it consists of."""
     trained = optimizer._trainable_variables
     listed = {
-        id(slot): Slot(name.lstrip("_"), variable, slot)
+        id(slot): OptimizerSlot(name.lstrip("_"), variable, slot)
         for name, values in vars(optimizer).items()
         if isinstance(values, list)
         and len(values) == len(trained)
@@ -92,11 +92,11 @@ def slots_of(optimizer: keras.optimizers.Optimizer) -> list[Slot]:
         reference = reference_of(variable)
         if reference is not None:
             prefix = reference.path.replace("/", "_") + "_"
-            listed[id(variable)] = Slot(variable.name.removeprefix(prefix), reference, variable)
+            listed[id(variable)] = OptimizerSlot(variable.name.removeprefix(prefix), reference, variable)
         elif id(variable) not in listed:
-            listed[id(variable)] = Slot(name, None, variable)
+            listed[id(variable)] = OptimizerSlot(name, None, variable)
     companions = [
-        Slot(kind, trained[int(index)], companion)
+        OptimizerSlot(kind, trained[int(index)], companion)
         for kind, beside_all in vars(optimizer).get("phalanx_kept", {}).items()
         for index, companion in beside_all.items()
         if isinstance(companion, Variable)
