@@ -190,9 +190,10 @@ def test_what_a_killed_program_left_is_removed(tmp_path, checkpoint):
 
 def test_folder_that_cannot_be_made_is_refused(tmp_path, checkpoint):
     """At the call of `save`."""
+    manager = CheckpointManager(checkpoint, tmp_path / "file" / "folder", 1)
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match=r"the folder cannot be written to: .*\nHINT: use a folder"):
-        CheckpointManager(checkpoint, tmp_path / "file" / "folder", 1).save()
+        manager.save()
 
 
 @pytest.mark.parametrize(
