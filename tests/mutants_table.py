@@ -724,7 +724,7 @@ FAULTS = [
     Fault(
         "a damaged checkpoint is read",
         "store:CheckpointFile.array",
-        'if _sum(array) != self.notes["sums"][name]:',
+        'if sum_of(array) != self.notes["sums"][name]:',
         'if name not in self.notes["sums"]:',
         "unit/checkpoint/test_store.py unit/checkpoint/test_reader.py",
     ),
