@@ -76,6 +76,7 @@ CASES = {
     "another one is killed, without donation": ("loop", "kill", 1, False),
     "one stands still in a loop": ("loop", "stop", 1, True),
     "chief raises in fit": ("fit", "raise", 0, True),
+    "chief leaves in fit": ("fit", "leave", 0, True),
     "two are killed at once in fit": ("fit", "two", 1, True),
 }
 

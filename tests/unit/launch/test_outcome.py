@@ -5,7 +5,7 @@ import traceback
 
 import pytest
 
-from phalanx._src.launch.outcome import Ending, Outcome, in_words, report, stack_of
+from phalanx._src.launch.outcome import TOO_FEW, Ending, Outcome, in_words, report, stack_of
 from phalanx._src.launch.output import KeptLine
 
 
@@ -46,6 +46,19 @@ def test_report_names_the_culprit_first():
         "  worker 1 was ended by the launcher (SIGTERM)\n"
         "  worker 2 exited with code 0"
     )
+
+
+def test_training_that_ends_before_its_end():
+    """Without a failure of its own processes, the launcher has a code of its own, and the evaluator's does not count."""
+    told, evaluator = Ending("worker 0", -15, 1.3, is_told=True), Ending("evaluator 0", 3, 1.0)
+    outcome = Outcome((told,), unfinished="too few workers are left", evaluator=evaluator)
+    assert (outcome.exit_code, outcome.is_success) == (TOO_FEW, False)
+    assert report(outcome).startswith(
+        "The training ends before its end: too few workers are left.\n  worker 0 was ended"
+    )
+    failed = Outcome((told, Ending("worker 1", 3, 1.0)), unfinished="too few workers are left")
+    assert failed.exit_code == 3
+    assert "before its end" not in report(failed)
 
 
 def test_report_of_finally_blocks():

@@ -130,11 +130,21 @@ def run(
 ) -> None:
     """Runs SCRIPT in every worker of a cluster on this machine, and stops all workers as soon as one fails.
 
-    Each worker gets TF_CONFIG, its devices and its share of the cores. The exit code is 0 if all workers succeed,
-    otherwise that of the first worker that failed.
+    Each worker gets TF_CONFIG, its devices and its share of the cores.
 
     With --evaluator, one more process runs SCRIPT as task 0 of the job `evaluator`, with one device. If it fails, it
     starts again alone, up to 10 times. If it has failed for good and all workers succeed, the exit code is its own.
+
+    \b
+    Exit codes:
+      0      all workers have finished
+      2      nothing was started: the command or the cluster is wrong
+      42     the workers have saved before a preemption: start them again
+      75     no progress: a worker stood still, or ended while others waited
+      76     too few workers are left, or the first machine is gone
+      128+N  the worker that failed first was killed by signal N, or
+             `phalanx run` was: 130 Ctrl-C, 137 out of memory, 143 SIGTERM
+      other  that of the worker that failed first: 1 for an exception
     """
     with _errors_told():
         least, most = _numbers_of(workers)

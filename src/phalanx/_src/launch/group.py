@@ -45,6 +45,11 @@ class Group:
         """Whether a process of the group has ended with an exit code other than 0."""
         return any(not worker.is_alive and worker.has_failed for worker in self._workers)
 
+    @property
+    def unfinished(self) -> str:
+        """Why the training has ended before its end, if that was not the failure of a process of this launcher."""
+        return ""
+
     def start(self) -> None:
         """Starts all processes.
 

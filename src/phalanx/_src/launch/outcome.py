@@ -15,6 +15,9 @@ _CRASH = "Fatal Python error:"
 _THREAD = re.compile(r"^(Current thread|Thread) .*\(most recent call (first|last)\)")
 _CHAINS = ("During handling of the above exception", "The above exception was the direct cause")
 _VERDICT = re.compile(r"^Phalanx: (?P<text>rank (?P<rank>\d+) \(.*)")
+TOO_FEW = 76
+"""The exit code of a launcher whose group has ended before its end, although none of its own processes is to blame."""
+
 _REASONS = {
     -signal.SIGKILL: "from outside; by the kernel, where memory runs out",
     -signal.SIGABRT: "abort: a fatal error in native code",
@@ -65,6 +68,7 @@ class Outcome:
       endings: the endings of all processes that train, by rank.
       signal: the signal that ended the launcher, or None.
       evaluator: the last ending of the evaluator, if there is one.
+      unfinished: why the training has ended before its end, if that was not the failure of one of the processes.
 
     Example:
       >>> outcome = Outcome((Ending("worker 0", -15, 1.3, is_told=True), Ending("worker 1", -9, 1.2)))
@@ -75,6 +79,12 @@ class Outcome:
     endings: tuple[Ending, ...]
     signal: int | None = None
     evaluator: Ending | None = None
+    unfinished: str = ""
+
+    @property
+    def is_success(self) -> bool:
+        """Whether all processes that train have come to their end."""
+        return self.culprit is None and not self.unfinished
 
     @property
     def first_failure(self) -> Ending | None:
@@ -96,15 +106,15 @@ class Outcome:
     def exit_code(self) -> int:
         """The exit code of the launcher: 0 if all processes succeeded, otherwise that of the culprit, as in a shell.
 
-        If the culprit has not failed by itself, that of the first failure counts; that of the evaluator, only if the training has
-        succeeded.
+        If the culprit has not failed by itself, that of the first failure counts; if none has failed, but the training is not at its
+        end, `TOO_FEW`; that of the evaluator, only if the training has succeeded.
         """
         if self.signal is not None:
             return 128 + self.signal
         # On a busy machine, one that was killed may end after another one that misses it.
-        candidates = (self.culprit, self.first_failure, self.failed_evaluator)
+        candidates = (self.culprit, self.first_failure, None if self.unfinished else self.failed_evaluator)
         if (failure := next((e for e in candidates if e and e.is_failure), None)) is None:
-            return 0
+            return TOO_FEW if self.unfinished else 0
         return failure.code if failure.code > 0 else 128 - failure.code
 
     @property
@@ -120,6 +130,8 @@ def report(outcome: Outcome) -> str:
     if culprit:
         how = became(culprit) if verdict else f"failed first: it {in_words(culprit.code)}"
         lines += [f"{culprit.name} {how}, {culprit.after_s:.1f} s after the start.", *_words_of(culprit)]
+    if outcome.unfinished and not culprit:
+        lines.append(f"The training ends before its end: {outcome.unfinished}.")
     if outcome.signal is not None:
         lines.append(f"The launcher was ended by {signal_name(outcome.signal)}.")
     if lines:

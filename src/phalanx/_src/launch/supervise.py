@@ -75,12 +75,12 @@ def run_group(
                     outcome = _run_once(group, relay, grace_s, word_s)
                     if text := report(outcome):
                         say(text)
-                    if outcome.culprit is None or outcome.signal is not None or restart == max_restarts:
+                    if not outcome.exit_code or outcome.signal is not None or restart == max_restarts:
                         break
                     say(f"The group starts again: {restart + 1} of {max_restarts}.")
             evaluator.finish(is_success=outcome.exit_code == 0)
             outcome = replace(outcome, signal=relay.ending_signal(), evaluator=evaluator.ending)
-    if outcome.culprit is None and (failed := outcome.failed_evaluator):
+    if outcome.is_success and (failed := outcome.failed_evaluator):
         say(f"The workers have succeeded, but {failed.name} {in_words(failed.code)}.")
     return outcome
 
@@ -107,4 +107,4 @@ def _run_once(group: Group, relay: Relay, grace_s: float, word_s: float) -> Outc
     finally:
         # If a process has failed, the others first get time to report which one they miss.
         group.end(grace_s, min(word_s, grace_s))
-    return Outcome(group.endings(), relay.ending_signal())
+    return Outcome(group.endings(), relay.ending_signal(), unfinished=group.unfinished)

@@ -411,6 +411,25 @@ def test_group_that_may_lose_processes(group, said, event, still, why):
     assert 0 not in three.statuses
 
 
+@pytest.mark.parametrize("has_failed", [False, True])
+def test_rank_0_leaves_the_others(group, has_failed):
+    """They judge for themselves then, whether a step fails in them or never ends, and go on without it."""
+    lost = []
+    three = group(3, outlive=lambda ranks, why: lost.append(why))
+    three.steps(2, 2, 2, inside=[1, 2])
+    three[0].leave()
+    three.end(0)
+    for rank, other in ((1, 2), (2, 1)):
+        if has_failed:
+            three[rank].end(is_step=True, has_failed=True)
+            assert three[rank].loss(0.001) is None
+        three.at_first_sleep = three[rank].close
+        three.wait(1.5 if has_failed else 5, other)
+    assert len(lost) == 2
+    assert all(why.startswith(f"{place(0)} has ended its program after step 2, and") for why in lost)
+    assert all(watch.loss() for watch in three.watches[1:])
+
+
 def test_report_of_step_times(group, capfd, monkeypatch):
     """Rank 0 waits a little for the others, and shows the times of all."""
     monkeypatch.setenv("PHALANX_REPORT", "1")

@@ -9,9 +9,9 @@ from phalanx._src.cluster.connections.secret import TOKEN, new_token
 from phalanx._src.cluster.spec import Task
 from phalanx._src.launch.elastic.group import ElasticGroup
 from phalanx._src.launch.evaluator import Patience
-from phalanx._src.launch.outcome import Outcome, report
+from phalanx._src.launch.outcome import TOO_FEW, Outcome, report
 from phalanx._src.launch.output import Sink
-from phalanx._src.launch.plan import ProcessSpec
+from phalanx._src.launch.plan import ALONE, Machines, ProcessSpec, free_ports
 from phalanx._src.launch.relay import Relay
 from phalanx._src.launch.signals import Signals
 
@@ -34,8 +34,8 @@ meet(0)
 def run(tmp_path, no_service):
     """Runs processes to the end of the group, and returns its outcome and what was said. They may wait for that."""
 
-    def run(script, *, least, workers, patience):
-        environment = {**os.environ, TOKEN: new_token(), "SAID": f"{tmp_path}/said"}
+    def run(script, *, least, workers, patience, machines=ALONE, **variables):
+        environment = {**os.environ, TOKEN: new_token(), "SAID": f"{tmp_path}/said", **variables}
         environment.pop("TF_CONFIG", None)
         specs = [
             ProcessSpec(Task("worker", i), (sys.executable, "-c", MEETS + script), environment) for i in range(workers)
@@ -48,13 +48,13 @@ def run(tmp_path, no_service):
 
         with Signals() as signals, open(os.devnull, "wb", buffering=0) as nowhere:
             relay = Relay(signals, Sink(nowhere.fileno()))
-            group = ElasticGroup(specs, least, relay, patience=patience, say=say)
+            group = ElasticGroup(specs, least, relay, patience=patience, say=say, machines=machines)
             try:
                 group.start()
                 group.run()
             finally:
                 group.end(5.0)
-        return Outcome(group.endings()), said
+        return Outcome(group.endings(), unfinished=group.unfinished), said
 
     return run
 
@@ -97,3 +97,13 @@ def test_place_stays_empty_after_failures_without_a_step(run):
     assert said.count(empty) == 1
     assert said.index(empty) > max(i for i, text in enumerate(said) if text == "worker 1 starts again.")
     assert report(outcome).startswith("worker 1 failed first: it exited with code 3")
+
+
+def test_machine_that_never_comes(run):
+    """The workers of this one have done nothing wrong, so the group has an exit code of its own, and a reason."""
+    machines = Machines(0, 2, f"127.0.0.1:{free_ports(1)[0]}")
+    patience = Patience(first_pause_s=30.0)
+    outcome, said = run("", least=2, workers=1, patience=patience, machines=machines, PHALANX_START_TIMEOUT_S="0.1")
+    assert outcome.exit_code == TOO_FEW, said
+    why = "too few workers are left, 1 of at least 2, after 0.1 s without phalanx run on the machines of these tasks: 1"
+    assert report(outcome).startswith(f"The training ends before its end: {why}.\n")

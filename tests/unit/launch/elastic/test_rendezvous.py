@@ -241,9 +241,9 @@ def test_state_of_the_training(hall):
     wait_until(lambda: found.report().gone == (0, 1))
     found.report((0,))
     assert found.report().gone == (0,)
-    assert not found.report().is_hopeless
-    assert found.report(()).is_hopeless
-    assert not found.report((), has_finished=True).is_hopeless
+    assert not found.report().hopeless
+    assert found.report(()).hopeless
+    assert not found.report((), has_finished=True).hopeless
 
 
 def test_environment_of_a_process():
@@ -334,7 +334,7 @@ def test_first_generation_waits_for_all_machines(second_machine):
     waiting = meeting(first)
     found.until_ready(0)
     wait_until(lambda: found.said == ["Waiting for phalanx run on the machines of these tasks: 1."])
-    assert not found.report().is_hopeless
+    assert not found.report().hopeless
     assert not found.report().members
     assert post.report(LauncherReport((1,), 1)).gone is None
     # Its kernel notices a machine that disappears.
@@ -360,17 +360,19 @@ def test_machine_that_is_lost_may_come_back(second_machine):
     post.end()
     wait_until(lambda: not found.report(()).is_needed)
     found.now_s += float(os.environ["PHALANX_START_TIMEOUT_S"]) - 1.0
-    assert not found.report(()).is_hopeless
+    assert not found.report(()).hopeless
     found.now_s += 2.0
-    assert found.report(()).is_hopeless
+    assert found.report(()).hopeless == (
+        "too few workers are left, 0 of at least 1, after 120 s without phalanx run on the machines of these tasks: 1"
+    )
 
 
 def test_first_machine_is_lost(second_machine):
     """Nobody can go on then, unless the training is over."""
     found, post, _ = second_machine
-    assert not post.report(LauncherReport((1,), 1)).is_hopeless
+    assert not post.report(LauncherReport((1,), 1)).hopeless
     found.rendezvous.end()
-    wait_until(lambda: post.report(LauncherReport((1,), 1)).is_hopeless)
+    wait_until(lambda: post.report(LauncherReport((1,), 1)).hopeless)
     assert post.report(LauncherReport((1,), 1)).gone == ()
     found.rendezvous.end = lambda: None
 

@@ -33,6 +33,7 @@ class Member:
       asked: signature of the program that it is about to run for the first time. None unless it waits for agreement.
       end: how it failed. Empty if it has not failed.
       has_lost_step: whether a step has failed in it, and it waits for the reason.
+      is_gone: whether its connection is closed.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Member:
     asked: dict[str, list[str]] | None = None
     end: str = ""
     has_lost_step: bool = False
+    is_gone: bool = False
 
     def hear(self, message: Mapping[str, Any], now_s: float) -> None:
         """Updates the state from a message of the process."""
@@ -61,6 +63,7 @@ class Member:
 
     def is_cut_off(self) -> None:
         """Records that the connection to the process is closed."""
+        self.is_gone = True
         if not self.has_left:
             self.end = self.end or "has ended without a word: it was killed, or has crashed"
 

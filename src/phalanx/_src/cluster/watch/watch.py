@@ -2,7 +2,8 @@
 """The watch: tells every process of a cluster which process has died or stalled.
 
 JAX does not notice a process that is alive but makes no progress, and does not report the step. The connections of the roll
-call stay open, and a thread in each process reports its progress over them. Rank 0 judges the reports and informs the others.
+call stay open, and a thread in each process reports its progress over them. Rank 0 judges the reports and informs the others, which judge
+for themselves once it has left.
 Uses the standard library only.
 """
 
@@ -323,11 +324,12 @@ class Watch(threading.Thread):
     def _judged(self, now_s: float) -> Verdict | None:
         member = self._members[self._rank]
         verdict = judge_presence([self._members[rank] for rank in self._lines], now_s, self._stall_s, member)
-        # Only rank 0 judges progress, so that all ranks report the same. The other ranks receive messages only from rank 0.
-        if verdict is None and self._rank == 0 and self._outlive is not None:
-            verdict = judge_failure(list(self._members.values()))
-        if verdict is None and self._rank == 0:
-            verdict = judge_progress(list(self._members.values()), now_s, self._stall_s)
+        # Rank 0 alone judges progress, so that all ranks report the same. When it has left, each other rank judges for itself: it
+        # knows of rank 0 and of itself.
+        if verdict is None and (self._rank == 0 or self._members[0].is_gone):
+            known = list(self._members.values())
+            verdict = judge_failure(known) if self._outlive is not None else None
+            verdict = verdict or judge_progress(known, now_s, self._stall_s)
         return verdict
 
     def _progress(self) -> dict[str, Any]:

@@ -101,7 +101,7 @@ class ElasticGroup(Group):
         if self._standing.gone is not None:
             # Those whose connections are closed may still be on the way out.
             return not any(p.process.is_alive and p.spec.task.index in self._standing.gone for p in self._places)
-        return self._standing.is_hopeless
+        return bool(self._standing.hopeless)
 
     @override
     def start(self) -> None:
@@ -131,6 +131,13 @@ class ElasticGroup(Group):
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }
+
+    @property
+    @override
+    def unfinished(self) -> str:
+        if self._standing.has_finished or not self.has_failed:
+            return ""
+        return self._standing.hopeless or "all workers of the last generation have ended"
 
     @override
     def endings(self) -> tuple[Ending, ...]:

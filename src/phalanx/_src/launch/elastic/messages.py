@@ -33,7 +33,7 @@ class GroupStatus:
         has an error in its program.
       gone: members of the last generation without a replacement, if none of them survives. None while any member trains, and before
         the first generation.
-      is_hopeless: whether there will never be enough processes again.
+      hopeless: why there will never be enough processes again. Empty as long as there may be.
       has_finished: whether the program of a process has ended, so that no process joins any more.
       is_needed: whether processes of other machines still run, which need this rendezvous.
     """
@@ -41,7 +41,7 @@ class GroupStatus:
     steps: int = -1
     members: tuple[int, ...] = ()
     gone: tuple[int, ...] | None = None
-    is_hopeless: bool = False
+    hopeless: str = ""
     has_finished: bool = False
     is_needed: bool = False
 

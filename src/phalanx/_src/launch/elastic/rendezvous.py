@@ -23,7 +23,7 @@ from phalanx._src.cluster.connections.secret import secret_of
 from phalanx._src.cluster.resolvers.base import start_timeout_s
 from phalanx._src.launch.elastic.messages import GroupStatus, LauncherReport
 from phalanx._src.launch.plan import ALONE, LOOPBACK, Machines, free_ports
-from phalanx.errors import StartupError
+from phalanx.errors import StartupError, listed
 
 _TICK_S = 0.2
 _SILENCE_S = 10.0
@@ -160,15 +160,22 @@ class Rendezvous(threading.Thread):
         self._has_finished = self._has_finished or report.has_finished
 
     def _standing(self) -> GroupStatus:
-        hopeful = sum(each.report.hopeful for each in self._launchers if each.report)
         return GroupStatus(
             self.steps,
             self._numbers,
             None if not self.generation or self._survivors() else tuple(sorted(self._gone)),
-            not self._has_finished and not self._awaits_machine and hopeful < self._least,
+            self._hopeless(),
             self._has_finished,
             any(each.report and each.report.running for each in self._launchers[1:]),
         )
+
+    def _hopeless(self) -> str:
+        hopeful = sum(each.report.hopeful for each in self._launchers if each.report)
+        if self._has_finished or self._awaits_machine or hopeful >= self._least:
+            return ""
+        lost = [f"{index}" for index, each in enumerate(self._launchers) if each.report is None]
+        waited = f", after {self._patience_s:g} s without phalanx run on the machines of these tasks: {listed(lost)}"
+        return f"too few workers are left, {hopeful} of at least {self._least}{waited if lost else ''}"
 
     @property
     def _until_s(self) -> float:
@@ -330,7 +337,7 @@ class Rendezvous(threading.Thread):
             self._end_all("nobody who has the variables of the training is left")
         elif len(came) + len(newcomers) >= self._least or self._has_finished:
             self._form(came, sorted(newcomers, key=lambda m: m.number))
-        elif not self._standing().is_hopeless:
+        elif not self._hopeless():
             self._say_once(f"Too few workers are left: {len(came)} of at least {self._least}. They wait for others.")
 
     def _say_once(self, text: str) -> None:
