@@ -117,7 +117,7 @@ class VirtualNetwork:
             raise StartupError(
                 "a VirtualNetwork",
                 f"this machine cannot make it: {why}.",
-                "root on Linux, with iproute2 and util-linux",
+                "root on Linux, with iproute2",
             ) from e
         return self
 
@@ -141,9 +141,7 @@ class VirtualNetwork:
             raise InvalidArgumentError(
                 f"command={shown(command)}", "must be a list of texts.", 'command=["python", "train.py"]'
             )
-        # The name of the machine is its address, because gloo listens where the name leads.
-        named = ["unshare", "--uts", "sh", "-c", 'hostname "$0"; exec "$@"', self.addresses[machine]]
-        return ["ip", "netns", "exec", self._names[machine], *named, *command]
+        return ["ip", "netns", "exec", self._names[machine], *command]
 
     def pull_cable(self) -> None:
         """Parts the machines. Their connections stay open, and nothing arrives."""

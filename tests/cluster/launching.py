@@ -14,11 +14,12 @@ RUN = ("-m", "phalanx", "run", "--workers")
 
 def environment(**variables):
     """The environment of this process, without what was chosen for its own JAX, and with further variables."""
-    hidden = ("NPROC", "PHALANX_CPU_DEVICES", "TF_CONFIG")
+    hidden = ("NPROC", "PHALANX_CPU_DEVICES", "TF_CONFIG", "no_proxy", "NO_PROXY", "no_grpc_proxy")
     flags = " ".join(flag for flag in os.environ["XLA_FLAGS"].split() if "timeout" not in flag)
     return (
         {k: v for k, v in os.environ.items() if k not in hidden}
-        | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
+        # Nobody answers there, so that no process of a cluster may use it.
+        | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "http_proxy": "http://127.0.0.1:9"}
         | variables
     )
 

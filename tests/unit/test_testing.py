@@ -22,7 +22,7 @@ from phalanx.testing import VirtualNetwork
 LISTENS = """
 import socket, sys
 with socket.create_server((sys.argv[1], 5000)) as server:
-    print("listens at", socket.gethostbyname(socket.gethostname()), flush=True)
+    print("listens", flush=True)
     for _ in range(2):
         server.accept()[0].close()
 """
@@ -167,7 +167,7 @@ def test_machines_are_joined_by_a_cable(network):
     with subprocess.Popen(
         network.command(0, [python, "-c", LISTENS, address]), stdout=subprocess.PIPE, text=True
     ) as server:
-        assert server.stdout.readline() == f"listens at {address}\n"
+        assert server.stdout.readline() == "listens\n"
 
         def connect(limit_s):
             command = network.command(1, [python, "-c", CONNECTS, address, str(limit_s)])

@@ -7,8 +7,9 @@ import socket
 import subprocess
 import sys
 
+import jax
 import pytest
-from jax._src import distributed, lib
+from jax._src import distributed, lib, xla_bridge
 
 from phalanx._src.launch.plan import free_ports
 from phalanx._src.runtime import coordination
@@ -28,11 +29,14 @@ def double(x):
 double.__name__ = f"double_{rank}"
 print("ready", flush=True)
 input()
+coordination.listen_at(f"127.0.0.{rank + 2}")
 for service in services:
     coordination.connect(service, rank, 2, 100)
+    ports = coordination._ports
+    hosts = {each.getsockname()[0] for each in coordination._sockets() if each.getsockname()[1] in ports}
     jax.jit(double)(np.ones(3))
     shared = coordination.share(f"{service}".encode() if rank == 1 else None) == service.encode()
-    print(jax.process_index(), jax.process_count(), len(jax.devices()), len(coordination._ports), shared, flush=True)
+    print(jax.process_index(), jax.process_count(), len(jax.devices()), len(ports), shared, hosts, flush=True)
     coordination.disconnect()
     coordination.drop_devices()
 print(jax.process_count(), len(jax.devices()), flush=True)
@@ -116,6 +120,9 @@ def test_private_names_exist():
     assert all(name in client for name in names.split())
     names = "connect shutdown key_value_set blocking_key_value_get key_value_set_bytes blocking_key_value_get_bytes"
     assert all(hasattr(lib._jax.DistributedRuntimeClient, name) for name in names.split())
+    assert "hostname: " in lib._jax.make_gloo_tcp_collectives.__doc__
+    assert [*inspect.signature(xla_bridge.make_cpu_client).parameters] == ["collectives"]
+    assert {"jax_cpu_collectives_implementation", "jax_check_proxy_envs"} <= set(jax.config.values)
     assert inspect.isdatadescriptor(distributed.State.client) or hasattr(distributed.global_state, "client")
 
 
@@ -157,7 +164,8 @@ def test_two_groups_one_after_the_other(tmp_path):
         for rank, process in enumerate(processes):
             output, _ = process.communicate(timeout=DEADLINE_S)
             lines = [line for line in output.splitlines() if not line.startswith("[Gloo]")]
-            assert lines == [f"{rank} 2 2 2 True", f"{rank} 2 2 2 True", "1 1"]
+            told = f"{rank} 2 2 2 True { {f'127.0.0.{rank + 2}'} }"
+            assert lines == [told, told, "1 1"]
         assert all(list((tmp_path / "compiled").glob(f"jit_double_{rank}-*")) for rank in range(2))
         server.stdin.close()
         assert server.wait(DEADLINE_S) == 0

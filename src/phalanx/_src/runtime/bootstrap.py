@@ -15,8 +15,9 @@ from typing import Any, final
 
 import jax
 
+from phalanx._src.cluster.connections.hosts import bypass_proxies, host_for_others, is_loopback
 from phalanx._src.cluster.connections.rollcall import call_roll
-from phalanx._src.cluster.connections.secret import is_loopback, secret_of
+from phalanx._src.cluster.connections.secret import secret_of
 from phalanx._src.cluster.resolvers.base import ClusterResolver, seconds_of, start_timeout_s
 from phalanx._src.cluster.resolvers.environment import resolver_of_environment
 from phalanx._src.cluster.spec import Task, addresses_of_workers, id_in_cluster, is_chief
@@ -73,7 +74,7 @@ def start(resolver: ClusterResolver, timeout_s: float | None = None, stall_timeo
     secret = secret_of(addresses)
     lines = call_roll(addresses, rank, about=f"{spec.as_dict()}", secret=secret, timeout_s=timeout_s)
     watch.start(addresses, rank, lines, stall_timeout_s)
-    _initialize(addresses, rank, timeout_s)
+    _initialize(addresses, rank, timeout_s, host_for_others(lines.values(), addresses))
     _end_with_group()
 
 
@@ -94,7 +95,11 @@ def enter(generation: membership.Generation, stall_timeout_s: float | None = Non
     watchdog = watch.start(addresses, rank, lines, stall_timeout_s or _stall_timeout_s(), _outlive)
     member.changed = watchdog.change_point.request
     _set_up_jax()
+    bypass_proxies([generation.service])
     try:
+        # A generation of one has no connections, and needs none.
+        if lines:
+            coordination.listen_at(host_for_others(lines.values(), addresses))
         # Not inside `own.waiting()`: if a process has died on the way here, JAX gives it up by itself, or the watch ends the connection.
         coordination.connect(generation.service, rank, len(addresses), _MEETING_S)
     except RuntimeError as e:
@@ -230,11 +235,13 @@ def _require_same(processes: int, rank: int) -> None:
         )
 
 
-def _initialize(addresses: list[str], rank: int, timeout_s: float) -> None:
+def _initialize(addresses: list[str], rank: int, timeout_s: float, host: str) -> None:
     # If all processes are on this machine, binds to the local address, so that no other machine can connect.
     bind = addresses[0] if rank == 0 and is_loopback(addresses[0]) else None
     _set_up_jax()
+    bypass_proxies(addresses[:1])
     try:
+        coordination.listen_at(host)
         jax.distributed.initialize(
             addresses[0],
             len(addresses),
@@ -260,6 +267,8 @@ def _set_up_jax() -> None:
     set_config("jax_cpu_enable_async_dispatch", False)
     # This service replaces the SIGTERM handler: no Python handler would run, and the process would not end.
     set_config("jax_enable_preemption_service", False)
+    # It warns of proxies, which `bypass_proxies` keeps out.
+    set_config("jax_check_proxy_envs", False)
 
 
 def ends_by(handler: object) -> bool:

@@ -9,6 +9,7 @@ group of that size, and each line of its output says that it has started, or tha
 """
 
 import contextlib
+import functools
 import json
 import os
 import socket
@@ -21,7 +22,7 @@ from typing import Any
 
 import jax
 import jax.extend
-from jax._src import distributed, lib
+from jax._src import distributed, lib, xla_bridge
 
 _jax: Any = lib._jax  # type: ignore[attr-defined]
 _HEARTBEAT_S = 100
@@ -71,6 +72,27 @@ def connect(address: str, rank: int, size: int, timeout_s: float) -> None:
     _ports.clear()
     for other in range(size):
         _ports.update(json.loads(client.blocking_key_value_get(f"phalanx/ports/{other}", int(1000 * timeout_s))))
+
+
+def listen_at(host: str) -> None:
+    """Makes gloo, by which processes exchange arrays on CPUs, listen at an address of this machine. JAX must have no devices yet.
+
+    By default it listens where the name of the machine leads.
+
+    Raises:
+      RuntimeError: JAX has found its devices already.
+    """
+    register: Any = jax.extend.backend.register_backend_factory
+    register("cpu", functools.partial(_cpu_client, host), fail_quietly=False)
+
+
+def _cpu_client(host: str) -> Any:
+    """Does what JAX does, and passes the host."""
+    client: Any = distributed.global_state.client
+    options: Any = jax.config
+    is_gloo = client is not None and options.jax_cpu_collectives_implementation == "gloo"
+    make: Any = xla_bridge.make_cpu_client
+    return make(_jax.make_gloo_tcp_collectives(distributed_client=client, hostname=host) if is_gloo else None)
 
 
 def _find_devices() -> None:

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self, final
 
+from phalanx._src.cluster.connections.hosts import place_to_listen
 from phalanx._src.cluster.connections.secret import TOKEN, Secret
 from phalanx._src.cluster.spec import host_and_port
 from phalanx.errors import StartupError
@@ -285,9 +286,8 @@ def listen(address: str, backlog: int | None = None) -> socket.socket:
     Raises:
       OSError: this process cannot listen there.
     """
-    host, port = split(address)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=backlog)
+    family, place = place_to_listen(*split(address))
+    return socket.create_server(place, family=family, backlog=backlog)
 
 
 def split(address: str) -> tuple[str, int]:

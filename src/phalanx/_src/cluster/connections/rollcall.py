@@ -104,6 +104,12 @@ class _Chief:
         address = self._call.addresses[0]
         try:
             return Listener(address, self._call.secret, len(self._call.addresses))
+        except socket.gaierror as e:
+            raise StartupError(
+                f"rank 0 at {address}",
+                f"this machine does not know the name ({e.strerror}).",
+                "use an address, or a name that all machines know, in the address of the first worker",
+            ) from e
         except OSError as e:
             raise StartupError(
                 f"rank 0 at {address}",

@@ -6,7 +6,6 @@ Uses the standard library only.
 
 import hashlib
 import hmac
-import ipaddress
 import os
 import secrets
 import stat
@@ -15,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import final
 
-from phalanx._src.cluster.spec import host_and_port
+from phalanx._src.cluster.connections.hosts import is_loopback
 from phalanx.errors import StartupError
 
 TOKEN = "PHALANX_TOKEN"
@@ -83,15 +82,6 @@ def secret_of(addresses: Sequence[str], environment: Mapping[str, str] = os.envi
             _HINT,
         )
     return _secret_of_user(environment)
-
-
-def is_loopback(address: str) -> bool:
-    """Whether only processes on this machine can reach an address `host:port`."""
-    host, _ = host_and_port(address)
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # The name of a machine.
-        return False
 
 
 def _secret_of_user(environment: Mapping[str, str]) -> Secret:

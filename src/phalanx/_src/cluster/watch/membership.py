@@ -128,7 +128,8 @@ class Membership(threading.Thread):
           SystemExit: this process is leaving.
         """
         self.generation = None
-        address = f"{self._own_host}:{_free_port(self._own_host)}"
+        host, port = self._own_host, _free_port(self._own_host)
+        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._say({"ready": {"call": call, "progress": list(progress), "variables": variables, "address": address}})
         answer: Generation | str = self._next(self._generations)
         if isinstance(answer, str):
