@@ -52,6 +52,28 @@ def test_single_process_strategy_in_a_cluster(monkeypatch, name):
 
 
 @pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        (
+            {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"},
+            r"Open MPI has started 2 processes \(OMPI_COMM_WORLD_SIZE\), and this is rank 1 (.|\n)*"
+            r"HINT: phalanx.MultiWorkerMirroredStrategy\(phalanx.cluster_resolver.SimpleClusterResolver\(.*"
+            r'task_id=int\(os.environ\["OMPI_COMM_WORLD_RANK"\]\)\)\)$',
+        ),
+        ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "MPICH or Intel MPI has started 2 processes"),
+        ({"RANK": "3", "WORLD_SIZE": "8"}, "torchrun has started 8 processes"),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "3"}, "The Slurm job has 3 tasks (.|\n)*HINT: srun python train.py$"),
+    ],
+)
+def test_launcher_that_describes_no_cluster(monkeypatch, variables, said):
+    """Its processes are warned that each trains alone, with what to write."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.warns(SlipWarning, match=said):
+        phalanx.MultiWorkerMirroredStrategy()
+
+
+@pytest.mark.parametrize(
     "tf_config",
     [
         json.dumps({"cluster": {"worker": CLUSTER["worker"][:1]}, "task": {"type": "worker", "index": 0}}),
@@ -61,8 +83,10 @@ def test_single_process_strategy_in_a_cluster(monkeypatch, name):
     ids=["one worker", "evaluator", "parameter servers"],
 )
 def test_strategy_of_one_process_that_is_meant(monkeypatch, tf_config):
-    """A process that is alone on purpose gets no warning."""
+    """A process that is alone on purpose gets no warning, whatever has started it."""
     monkeypatch.setenv("TF_CONFIG", tf_config)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         phalanx.MirroredStrategy(["cpu:0", "cpu:1"])

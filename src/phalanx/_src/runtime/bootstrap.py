@@ -10,6 +10,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib.metadata import version
 from types import FrameType, TracebackType
 from typing import Any, final
 
@@ -20,7 +21,9 @@ from phalanx._src.cluster.connections.rollcall import call_roll
 from phalanx._src.cluster.connections.secret import secret_of
 from phalanx._src.cluster.resolvers.base import ClusterResolver, seconds_of, start_timeout_s
 from phalanx._src.cluster.resolvers.environment import resolver_of_environment
-from phalanx._src.cluster.spec import Task, addresses_of_workers, id_in_cluster, is_chief
+from phalanx._src.cluster.resolvers.launchers import lone_task
+from phalanx._src.cluster.resolvers.slurm import SlurmClusterResolver, step_of
+from phalanx._src.cluster.spec import ClusterSpec, Task, addresses_of_workers, id_in_cluster, is_chief
 from phalanx._src.cluster.watch import membership, verdict, watch
 from phalanx._src.runtime import coordination
 from phalanx._src.typed_jax import set_config
@@ -72,7 +75,9 @@ def start(resolver: ClusterResolver, timeout_s: float | None = None, stall_timeo
     timeout_s = timeout_s or start_timeout_s(os.environ)
     stall_timeout_s = stall_timeout_s or _stall_timeout_s()
     secret = secret_of(addresses)
-    lines = call_roll(addresses, rank, about=f"{spec.as_dict()}", secret=secret, timeout_s=timeout_s)
+    lines = call_roll(
+        addresses, rank, about=_about(resolver, spec), versions=_versions(), secret=secret, timeout_s=timeout_s
+    )
     watch.start(addresses, rank, lines, stall_timeout_s)
     _initialize(addresses, rank, timeout_s, host_for_others(lines.values(), addresses))
     _end_with_group()
@@ -91,7 +96,9 @@ def enter(generation: membership.Generation, stall_timeout_s: float | None = Non
     member, rank, addresses = membership.own(), generation.rank, generation.addresses
     assert member is not None
     about = f"generation {generation.number} of {len(addresses)} processes"
-    lines = call_roll(addresses, rank, about=about, secret=secret_of(addresses), timeout_s=_MEETING_S)
+    lines = call_roll(
+        addresses, rank, about=about, versions=_versions(), secret=secret_of(addresses), timeout_s=_MEETING_S
+    )
     watchdog = watch.start(addresses, rank, lines, stall_timeout_s or _stall_timeout_s(), _outlive)
     member.changed = watchdog.change_point.request
     _set_up_jax()
@@ -187,13 +194,17 @@ def is_this_chief() -> bool:
 
 
 def warn_if_alone(strategy: str) -> None:
-    """Warns if this process is one of several workers but creates a strategy for its own devices only.
+    """Warns if this process is one of several but creates a strategy for its own devices only.
 
     Args:
       strategy: class name of the strategy.
     """
     resolver = resolver_of_environment()
     task = _task_of(resolver)
+    if resolver is None and (lone := lone_task(os.environ)):
+        warn_of_slip(
+            f"{lone.found}, but nothing tells it the addresses of the others, so each trains alone.", lone.hint
+        )
     if watch.own() or resolver is None or task is None or task.type not in ("chief", "worker"):
         return
     spec = resolver.cluster_spec()
@@ -210,6 +221,21 @@ def _task_of(resolver: ClusterResolver | None) -> Task | None:
     if resolver is None or not resolver.cluster_spec() or resolver.task_type is None or resolver.task_id is None:
         return None
     return Task(resolver.task_type, resolver.task_id)
+
+
+def _about(resolver: ClusterResolver, spec: ClusterSpec) -> str:
+    """Returns the view of the cluster that all its processes must have. Two jobs may have the same addresses and the same secret."""
+    if not isinstance(resolver, SlurmClusterResolver):
+        return f"{spec.as_dict()}"
+    return f"{spec.as_dict()} in step {'.'.join(step_of(os.environ))} of Slurm"
+
+
+def _versions() -> dict[str, str]:
+    return {
+        "Phalanx": version("phalanx"),
+        "JAX": jax.__version__,
+        "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
+    }
 
 
 def _stall_timeout_s() -> float:

@@ -30,10 +30,10 @@ def addresses():
 class Process(threading.Thread):
     """One process, as a thread: it calls the roll, and keeps what it was told."""
 
-    def __init__(self, addresses, rank, about="us", timeout_s=DEADLINE_S, secret=OURS):
+    def __init__(self, addresses, rank, about="us", timeout_s=DEADLINE_S, secret=OURS, versions=None):
         super().__init__(daemon=True)
         self._call, self.connections, self.said = (addresses, rank), {}, "nothing"
-        self._options = {"about": about, "timeout_s": timeout_s, "secret": secret}
+        self._options = {"about": about, "timeout_s": timeout_s, "secret": secret, "versions": versions}
         self.start()
 
     def run(self):
@@ -237,6 +237,26 @@ def test_member_of_another_cluster_is_told_to_all(addresses):
     ranks = [Process(addresses[:2], 0), Process(addresses[:2], 1, about="them")]
     for text in said(*ranks):
         assert f"rank 1 ({addresses[1]}): it was started for another cluster, them, than rank 0, us" in text
+
+
+def test_other_versions_are_named_to_all(addresses):
+    """Those that differ, before the cluster is compared; one that says nothing of them is too old."""
+    ours = {"JAX": "0.10.2", "Python": "3.13", "Phalanx": "0.2"}
+    for theirs, named in (
+        ({**ours, "JAX": "0.12.0", "Python": "3.11"}, "JAX 0.12.0, Python 3.11"),
+        (None, "JAX None, "),
+    ):
+        ranks = [Process(addresses[:2], 0, versions=ours), Process(addresses[:2], 1, about="them", versions=theirs)]
+        for text in said(*ranks):
+            assert text.startswith(f"rank 1 ({addresses[1]}): it has {named}")
+            assert "but rank 0 has JAX 0.10.2, Python 3.13" in text
+            assert "HINT: install the same versions on all machines" in text
+            assert theirs is None or "Phalanx" not in text
+
+
+def test_name_that_leads_nowhere(addresses):
+    (text,) = said(Process(["no.such.host.invalid:2222", addresses[1]], 0))
+    assert text.startswith("rank 0 at no.such.host.invalid:2222: this machine does not know the name (")
 
 
 def test_rank_with_another_secret(addresses, over):

@@ -53,3 +53,10 @@ def test_order_of_environments(environ, kind):
 def test_environment_of_this_process(monkeypatch):
     monkeypatch.setenv("TF_CONFIG", CONFIG["TF_CONFIG"])
     assert resolver_of_environment().cluster_spec() == SPEC
+
+
+def test_port_of_a_slurm_step():
+    """It follows the job, so that two jobs can have their first task on one node."""
+    first, second = ({**STEP, "SLURM_JOB_ID": f"{job}", "SLURM_STEP_ID": "0"} for job in (1, 2))
+    addresses = [resolver_of_environment(step).cluster_spec().job_tasks("worker")[0] for step in (first, second)]
+    assert addresses == ["n1:61441", "n1:61442"]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from phalanx._src.cluster.resolvers.slurm import SlurmClusterResolver, expand_counts, expand_hosts
+from phalanx._src.cluster.resolvers.slurm import SlurmClusterResolver, expand_counts, expand_hosts, port_of_step
 from phalanx._src.cluster.spec import ClusterSpec
 from phalanx.errors import ClusterSourceError
 
@@ -246,3 +246,15 @@ def test_contradictions_show_both_sides(changes, options, message):
 def test_too_few_gpus():
     with pytest.raises(ClusterSourceError, match="gpus_per_task=2: 4 tasks on one node need 8 GPUs, but it has 4"):
         resolver({"SLURM_GPUS_ON_NODE": "4"}, gpus_per_task=2).num_accelerators()
+
+
+def test_ports_of_jobs_on_one_node():
+    """Jobs and steps that may run at the same time have ports of their own; the parts of a heterogeneous job have the same."""
+    steps = [{"SLURM_JOB_ID": f"{job}", "SLURM_STEP_ID": f"{step}"} for job in range(900, 1100) for step in range(8)]
+    assert len({port_of_step(step) for step in steps}) == len(steps)
+    assert all(60999 < port_of_step(step) < 65536 - 256 for step in [*steps, STEP, {"SLURM_JOB_ID": "3839"}])
+    parts = [{"SLURM_JOB_ID": f"{job}", "SLURM_HET_JOB_ID": "7", "SLURM_STEP_ID": f"{job}"} for job in (7, 8)]
+    assert port_of_step(parts[0]) == port_of_step(parts[1])
+    # tf.distribute's port, where Slurm does not say more, and in a resolver that the program makes.
+    assert port_of_step(INTERACTIVE) == 8888
+    assert resolver().cluster_spec().job_tasks("worker") == TASKS

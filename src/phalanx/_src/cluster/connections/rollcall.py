@@ -11,7 +11,7 @@ of the cluster, and waits for a reply: `go` once all processes are present, othe
 import hashlib
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from phalanx._src.cluster.connections.listener import RETRY_S, Connection, Listener, handshake, parsed, reach, read_line
@@ -24,7 +24,13 @@ _SETTINGS = b"\x04"
 
 
 def call_roll(
-    addresses: Sequence[str], rank: int, *, about: str, secret: Secret, timeout_s: float
+    addresses: Sequence[str],
+    rank: int,
+    *,
+    about: str,
+    secret: Secret,
+    timeout_s: float,
+    versions: Mapping[str, str] | None = None,
 ) -> dict[int, socket.socket]:
     """Waits until the processes of all ranks have called this function.
 
@@ -34,23 +40,27 @@ def call_roll(
       about: this process's view of the cluster, which must be equal in all processes.
       secret: the secret of the cluster.
       timeout_s: time to wait for the others, in seconds.
+      versions: versions of what this process runs, by name, which must be equal in all processes.
 
     Returns:
       Open connections by rank: on rank 0 to all other ranks, and on any other rank to rank 0.
 
     Raises:
-      StartupError: a rank is missing at the deadline, was started twice or belongs to another cluster, or the address of
+      StartupError: a rank is missing at the deadline, was started twice, belongs to another cluster or has other versions, or the address of
         rank 0 is taken, does not belong to this machine or does not answer.
     """
-    call = _RollCall(addresses, _shortened(about), secret, timeout_s)
+    call = _RollCall(addresses, _shortened(about), secret, timeout_s, versions or {})
     return _Chief(call).wait() if rank == 0 else {0: _Other(call, rank).wait()}
 
 
 class _RollCall:
     """The facts about a roll call that all ranks have. The arguments are those of `call_roll`."""
 
-    def __init__(self, addresses: Sequence[str], about: str, secret: Secret, timeout_s: float) -> None:
+    def __init__(
+        self, addresses: Sequence[str], about: str, secret: Secret, timeout_s: float, versions: Mapping[str, str]
+    ) -> None:
         self.addresses, self.about, self.secret, self.timeout_s = addresses, about, secret, timeout_s
+        self.versions = dict(versions)
         self.deadline_s = time.monotonic() + timeout_s
 
     @property
@@ -139,7 +149,19 @@ class _Chief:
                 peer.connection.close()
             else:
                 self._present[rank] = peer
+                # Other versions may describe the cluster in other words.
+                self._require_versions(rank, peer.hello.get("versions"))
                 self._require_same(rank, peer.hello.get("about"))
+
+    def _require_versions(self, rank: int, versions: object) -> None:
+        theirs = versions if isinstance(versions, dict) else {}
+        if differing := [name for name, ours in self._call.versions.items() if theirs.get(name) != ours]:
+            raise StartupError(
+                self._call.place(rank),
+                f"it has {listed([f'{name} {theirs.get(name)}' for name in differing])}, but rank 0 has "
+                f"{listed([f'{name} {self._call.versions[name]}' for name in differing])}.",
+                "install the same versions on all machines",
+            )
 
     def _require_same(self, rank: int, about: object) -> None:
         if about != self._call.about:
@@ -187,9 +209,8 @@ class _Other:
 
     def _ask(self, connection: socket.socket) -> bytes | None:
         """Returns None if all ranks have connected, and otherwise what rank 0 sent instead of a message."""
-        said = handshake(
-            connection, self._call.secret, {"rank": self._rank, "about": self._call.about}, self._call.left_s
-        )
+        hello = {"rank": self._rank, "about": self._call.about, "versions": self._call.versions}
+        said = handshake(connection, self._call.secret, hello, self._call.left_s)
         if said is not None:
             return said
         # Rank 0 waits as long, but may have started later.

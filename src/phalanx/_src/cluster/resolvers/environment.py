@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from phalanx._src.cluster.resolvers.base import ClusterResolver
 from phalanx._src.cluster.resolvers.kubernetes import KubernetesClusterResolver
 from phalanx._src.cluster.resolvers.sagemaker import SageMakerClusterResolver
-from phalanx._src.cluster.resolvers.slurm import SlurmClusterResolver
+from phalanx._src.cluster.resolvers.slurm import SlurmClusterResolver, port_of_step
 from phalanx._src.cluster.resolvers.tf_config import TFConfigClusterResolver
 from phalanx._src.cluster.resolvers.tpu import TPUClusterResolver
 from phalanx._src.cluster.watch.membership import RENDEZVOUS
@@ -21,7 +21,8 @@ def resolver_of_environment(environ: Mapping[str, str] | None = None) -> Cluster
     The first match wins. Explicit settings come before automatic ones, and inner systems before the systems they run in:
 
     1. TF_CONFIG, and PHALANX_RENDEZVOUS: a process of an elastic group finds its present generation in TF_CONFIG.
-    2. A Slurm job step: SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST and SLURM_STEP_TASKS_PER_NODE.
+    2. A Slurm job step: SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_STEP_NODELIST and SLURM_STEP_TASKS_PER_NODE. The port
+       follows SLURM_JOB_ID and SLURM_STEP_ID.
     3. Kubernetes: PHALANX_NUM_PODS.
     4. SageMaker: SM_HOSTS and SM_CURRENT_HOST.
     5. TPU: several hosts in TPU_PROCESS_ADDRESSES or TPU_WORKER_HOSTNAMES. The metadata server is not queried.
@@ -39,7 +40,7 @@ def resolver_of_environment(environ: Mapping[str, str] | None = None) -> Cluster
     if "TF_CONFIG" in variables or RENDEZVOUS in variables:
         return TFConfigClusterResolver(environ=environ)
     if all(variables.get(name) for name in _SLURM_STEP):
-        return SlurmClusterResolver(environ=environ)
+        return SlurmClusterResolver(port_base=port_of_step(variables), environ=environ)
     if "PHALANX_NUM_PODS" in variables:
         return KubernetesClusterResolver(environ=environ)
     if variables.get("SM_HOSTS") and variables.get("SM_CURRENT_HOST"):

@@ -16,6 +16,10 @@ from phalanx.errors import ClusterSourceError, ClusterTypeError, arguments, show
 _MEANING = "srun sets it for each task of a job step"
 _HINT = "srun --ntasks=2 python train.py"
 _MOST = 1 << 16
+_PORT_BASE = 8888
+_FIRST_PORT, _PORTS = 61440, 3840
+"""Ports above those that Linux gives to connections (32768 to 60999), and room for the tasks of a node."""
+_PER_STEP = 251
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
 _COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 
@@ -91,6 +95,29 @@ def _bad_list(text: str, found: str) -> ClusterSourceError:
     return ClusterSourceError(f"host list {shown(text, 80)}", f"{found}.", "host[01-04,07]")
 
 
+def port_of_step(environ: Mapping[str, str]) -> int:
+    """Returns a port for the first task of each node, so that jobs and job steps on one node have ports of their own.
+
+    Example:
+      >>> port_of_step({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}), port_of_step({"SLURM_JOB_ID": "8", "SLURM_STEP_ID": "0"})
+      (61447, 61448)
+    """
+    job, step = step_of(environ)
+    if not job.isdecimal():
+        return _PORT_BASE
+    return _FIRST_PORT + (int(job) + _PER_STEP * int(step if step.isdecimal() else "0")) % _PORTS
+
+
+def step_of(environ: Mapping[str, str]) -> tuple[str, str]:
+    """Returns the ids of the job and of its step, which all tasks have in common.
+
+    The parts of a heterogeneous job have ids of their own, and one that they share.
+    """
+    if job := environ.get("SLURM_HET_JOB_ID"):
+        return job, ""
+    return environ.get("SLURM_JOB_ID", ""), environ.get("SLURM_STEP_ID", "")
+
+
 @dataclass(frozen=True)
 class _TaskPosition:
     """The place of a rank: the index of its node, and its index among the tasks of that node."""
@@ -152,7 +179,7 @@ class SlurmClusterResolver(ClusterResolver):
     def __init__(
         self,
         jobs: Mapping[str, int] | None = None,
-        port_base: int = 8888,
+        port_base: int = _PORT_BASE,
         gpus_per_node: int | None = None,
         gpus_per_task: int | None = None,
         tasks_per_node: int | Mapping[str, int] | None = None,

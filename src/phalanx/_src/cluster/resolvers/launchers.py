@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Launchers that start several processes and tell them their rank, but not the addresses of the others."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_LAUNCHERS = {
+    "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "MPICH or Intel MPI": ("PMI_RANK", "PMI_SIZE"),
+    "torchrun": ("RANK", "WORLD_SIZE"),
+}
+"""The variables with the rank of a process and with their number, per launcher."""
+
+
+@dataclass(frozen=True)
+class LoneTask:
+    """One of several processes, which nothing connects.
+
+    Args:
+      found: who has started how many processes.
+      hint: what to write so that they form a cluster.
+    """
+
+    found: str
+    hint: str
+
+
+def lone_task(environ: Mapping[str, str]) -> LoneTask | None:
+    """Returns what this process is to its launcher, if the environment does not describe a cluster but tells of other processes.
+
+    Example:
+      >>> print(lone_task({"PMI_RANK": "1", "PMI_SIZE": "2"}).found)
+      MPICH or Intel MPI has started 2 processes (PMI_SIZE), and this is rank 1 (PMI_RANK)
+      >>> lone_task({"PMI_RANK": "0", "PMI_SIZE": "1"}) is None
+      True
+    """
+    for name, (rank, size) in _LAUNCHERS.items():
+        if environ.get(rank) and _is_several(environ.get(size)):
+            addresses = '["host0:12345", "host1:12345"]' if environ[size] == "2" else '["host0:12345", ...]'
+            spec = f'phalanx.cluster_resolver.ClusterSpec({{"worker": {addresses}}})'
+            resolver = f'phalanx.cluster_resolver.SimpleClusterResolver({spec}, task_type="worker", task_id=int(os.environ["{rank}"]))'
+            return LoneTask(
+                f"{name} has started {environ[size]} processes ({size}), and this is rank {environ[rank]} ({rank})",
+                f"phalanx.MultiWorkerMirroredStrategy({resolver})",
+            )
+    if environ.get("SLURM_JOB_ID") and _is_several(environ.get("SLURM_NTASKS")):
+        return LoneTask(
+            f"The Slurm job has {environ['SLURM_NTASKS']} tasks (SLURM_NTASKS), and srun has not started this process",
+            "srun python train.py",
+        )
+    return None
+
+
+def _is_several(size: str | None) -> bool:
+    return size is not None and size.isdecimal() and int(size) > 1
