@@ -54,6 +54,23 @@ def test_presence_names_silent_and_failed_members(second, said):
     assert verdict is None or verdict.is_loss == ("end" in second)
 
 
+@pytest.mark.parametrize(
+    ("inside_since_s", "stall_s", "is_named"),
+    [(0.0, 60.0, True), (0.0, 95.0, False), (50.0, 60.0, False), (None, 60.0, False)],
+)
+def test_presence_of_one_that_only_gives_signs_of_life(inside_since_s, stall_s, is_named):
+    """It may do so for any time, unless others wait longer than processes may make no progress. Its progress is unknown."""
+    busy = member(1, heard_s=10.0, step=3)
+    busy.hear({}, 99.0)
+    own = member(0, moved_s=inside_since_s or 0.0, is_inside=inside_since_s is not None, step=4, turn=4)
+    verdict = judge_presence([busy], 100.0, stall_s=stall_s, own=own)
+    assert bool(verdict) == is_named
+    assert judge_progress([own, busy], 100.0, stall_s=stall_s) is None
+    if verdict:
+        text = "rank 1 is alive, but has reported nothing for 60 s, since step 3, and others wait"
+        assert (verdict.text, verdict.still, verdict.is_loss) == (text, ("rank 1",), False)
+
+
 @pytest.mark.parametrize(("step", "is_inside", "since"), [(21, True, 20), (21, False, 21), (2, True, 4)])
 def test_step_of_one_that_is_silent(step, is_inside, since):
     """It has taken part in what this process has finished, whatever it could still tell."""
@@ -538,7 +555,7 @@ from phalanx._src.cluster.watch import watch
 from phalanx._src.cluster.connections.rollcall import call_roll
 from phalanx._src.cluster.connections.secret import Secret
 addresses, rank = json.loads(sys.argv[1]), int(sys.argv[2])
-own = watch.start(addresses, rank, call_roll(addresses, rank, about="us", secret=Secret("a secret of the cluster"), timeout_s=120), 8.0)
+own = watch.start(addresses, rank, call_roll(addresses, rank, about="us", secret=Secret("a secret of the cluster"), timeout_s=120), float(sys.argv[3]))
 for _ in range(2):
     own.begin(is_step=True)
     own.end(is_step=True, has_failed=False)
@@ -554,10 +571,10 @@ def processes():
     """Starts real processes, each of which runs some lines after two steps."""
     running = []
 
-    def start(*codes):
+    def start(*codes, stall_s=8.0):
         addresses, pipe = json.dumps([f"127.0.0.1:{port}" for port in free_ports(len(codes))]), subprocess.PIPE
         for rank, code in enumerate(codes):
-            command = [sys.executable, "-c", MEMBER + code, addresses, str(rank)]
+            command = [sys.executable, "-c", MEMBER + code, addresses, str(rank), str(stall_s)]
             running.append(subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True))
         return running
 
@@ -601,6 +618,20 @@ def test_real_process_that_sigstop_holds(processes):
         assert re.search(r"Phalanx: rank 2 \(127.0.0.1:\d+\) has said nothing for 8 s", text)
         assert f"rank {rank} ends here.\nThread MainThread (most recent call last):\n" in text
         assert place in text
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the states of processes are in /proc")
+@pytest.mark.parametrize("rank", [0, 1])
+def test_real_process_in_a_long_call_of_c(processes, rank):
+    """All its threads stand still then, longer than it may be silent. Nobody is ended."""
+    # A call by PyDLL keeps the lock of the interpreter.
+    codes = [
+        f"import ctypes; ctypes.{kind}(None).sleep(20); print('on', flush=True); sys.stdin.read()"
+        for kind in ("PyDLL", "CDLL")
+    ]
+    running = processes(*codes[:: 1 if rank == 0 else -1], stall_s=15.0)
+    assert [process.stdout.readline() for process in running] == ["on\n"] * 2
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 """Judges from the reports of all processes of a cluster whether it can continue. Uses the standard library only."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from phalanx.errors import listed
@@ -16,6 +16,8 @@ _TOLD_S = 0.5
 _KNOWN_S = 5.0
 _SAME_STEPS = "call fit, evaluate, predict, run and reduce on all workers, with as many batches on each"
 
+_LONG_CALL = "a call in C keeps all its threads from running; if it ends by itself, a longer stall_timeout_s"
+
 
 @dataclass
 class Member:
@@ -23,7 +25,7 @@ class Member:
 
     Args:
       name: its rank and address.
-      heard_s: time of its last message.
+      heard_s: time of its last message, or of its last sign of life.
       moved_s: time at which its state last changed.
       turn: number of collective operations (those that need all processes) that it has begun.
       step: number of these operations that were steps.
@@ -34,6 +36,9 @@ class Member:
       end: how it failed. Empty if it has not failed.
       has_lost_step: whether a step has failed in it, and it waits for the reason.
       is_gone: whether its connection is closed.
+
+    Attributes:
+      told_s: time of its last message that was more than a sign of life. What it has done since is unknown.
     """
 
     name: str
@@ -48,10 +53,16 @@ class Member:
     end: str = ""
     has_lost_step: bool = False
     is_gone: bool = False
+    told_s: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.told_s = self.heard_s
 
     def hear(self, message: Mapping[str, Any], now_s: float) -> None:
         """Updates the state from a message of the process."""
         self.heard_s = now_s
+        if message:
+            self.told_s = now_s
         for name in ("turn", "step", "is_inside", "has_left", "is_told", "asked", "end", "has_lost_step"):
             if name in message and message[name] != getattr(self, name):
                 setattr(self, name, message[name])
@@ -88,19 +99,26 @@ class Verdict:
         return f"{self.text}." + (f"\nHINT: {self.hint}" if self.hint else "")
 
 
+def silence_s(stall_s: float) -> float:
+    """Returns how long a process may be silent, in seconds, if it may make no progress for `stall_s` seconds."""
+    return min(_SILENCE_S, stall_s)
+
+
 def judge_presence(
     members: Iterable[Member], now_s: float, stall_s: float, own: Member | None = None
 ) -> Verdict | None:
-    """Returns a verdict on a process that has died or gone silent, or None if all are present.
+    """Returns a verdict on a process that has died or gone silent, or that only shows that it is alive while others wait; otherwise None.
 
     Args:
       members: processes of the cluster.
       now_s: current time.
-      stall_s: time that a process may be silent, in seconds. Applies only if it is shorter than the default.
+      stall_s: time that a process may report nothing while another one waits, in seconds. If it is shorter than the default time without a
+        sign of life, it applies there too.
       own: this process. Its finished steps are finished elsewhere too, which the others report only once per second.
     """
-    quiet_s = min(_SILENCE_S, stall_s)
-    for member in members:
+    quiet_s, known = silence_s(stall_s), list(members)
+    waits = any(m.is_inside and now_s - m.moved_s > stall_s for m in (*known, *([own] if own else [])))
+    for member in known:
         if member.end:
             return Verdict(f"{member.name} {member.end}", is_loss=True)
         if not member.has_left and now_s - member.heard_s > quiet_s:
@@ -108,6 +126,9 @@ def judge_presence(
             silence = f"has said nothing for {quiet_s:g} s, since step {step}"
             text = f"{member.name} {silence}: the process, its machine or the network stands still"
             return Verdict(text, still=(member.name,))
+        if waits and not member.has_left and now_s - member.told_s > stall_s:
+            text = f"{member.name} is alive, but has reported nothing for {stall_s:g} s, since step {member.step}, and others wait"
+            return Verdict(text, hint=_LONG_CALL, still=(member.name,))
     return None
 
 
@@ -146,7 +167,7 @@ def judge_progress(members: Sequence[Member], now_s: float, stall_s: float) -> V
         text = f"{left[0].name} has ended its program after step {left[0].step}, and {waited}"
         return Verdict(text, hint=_SAME_STEPS, still=tuple(m.name for m in left))
     # The progress of a silent process since its last message is unknown, so it must be reported as silent.
-    known_s = min([now_s, *(m.heard_s for m in members if not m.has_left)])
+    known_s = min([now_s, *(m.told_s for m in members if not m.has_left)])
     if known_s - moved_s <= stall_s:
         return None
     if behind:

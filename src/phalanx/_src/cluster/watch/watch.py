@@ -29,8 +29,9 @@ from phalanx._src.cluster.connections.listener import MessageStream, encoded
 from phalanx._src.cluster.spec import host_and_port
 from phalanx._src.cluster.watch.agreement import Difference, Signature, compare, shortened
 from phalanx._src.cluster.watch.pace import REPORT, Paces, StepTimes, Stopwatch, table_of
+from phalanx._src.cluster.watch.pulse import Pulse
 from phalanx._src.cluster.watch.sync_point import SyncPoint
-from phalanx._src.cluster.watch.verdict import Member, Verdict, judge_failure, judge_presence, judge_progress
+from phalanx._src.cluster.watch.verdict import Member, Verdict, judge_failure, judge_presence, judge_progress, silence_s
 
 STALL_TIMEOUT_S = 600.0
 """Default time without progress in any process, in seconds, after which a waiting cluster counts as stalled.
@@ -48,6 +49,8 @@ _STEPS_TO_LEAVE = 4
 _CONNECT_S = 60.0
 """Longest time in seconds in which a process must leave a group that has lost another one before its first step."""
 _NO_PROGRESS = 75
+_SIGNS = 6
+"""Signs of life in the time after which a silent process counts as standing still."""
 
 _HOLD = """
 import select, sys, time
@@ -74,6 +77,9 @@ class Watch(threading.Thread):
         and must be ended, and the reason. None if the group cannot lose a process.
       clock: returns the time in seconds. All limits are measured by it.
       sleep: waits for some seconds of this time.
+
+    Attributes:
+      pulse: the process that gives signs of life for this one. None if there is none.
     """
 
     def __init__(
@@ -103,6 +109,7 @@ class Watch(threading.Thread):
         self._stopwatch, self._paces = Stopwatch(), Paces(len(addresses)) if rank == 0 else None
         self._has_left = self._is_told_to_end = self._has_failed = self._is_closed = self._has_lost_step = False
         self._has_told_loss = False
+        self.pulse: Pulse | None = None
         self._verdict: Verdict | None = None
         self._is_told = threading.Event()
         self._settling = threading.Lock()
@@ -240,6 +247,8 @@ class Watch(threading.Thread):
         """Ends the watch, because this process leaves the group and continues in another one."""
         self.leave()
         self._is_closed = True
+        if self.pulse is not None:
+            self.pulse.release()
         for line in self._lines.values():
             line.hang_up()
 
@@ -504,6 +513,10 @@ def start(
 ) -> Watch:
     """Starts the watch of this process. See `Watch`."""
     watch = Watch(addresses, rank, lines, stall_s, outlive)
+    if lines:
+        # Without it, a call that holds the interpreter for long would look like a process that stands still.
+        with suppress(OSError):
+            watch.pulse = Pulse([line.fileno() for line in lines.values()], silence_s(stall_s) / _SIGNS)
     watch.start()
     _started.append(watch)
     return watch
