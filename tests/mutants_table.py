@@ -200,9 +200,30 @@ FAULTS = [
     Fault(
         "failure of the evaluator lost",
         "outcome:Outcome.exit_code",
-        "(self.culprit, self.first_failure, self.failed_evaluator)",
-        "(self.culprit, self.first_failure)",
+        "None if self.unfinished else self.failed_evaluator",
+        "None",
         "unit/launch/test_outcome.py unit/launch/test_evaluator.py",
+    ),
+    Fault(
+        "a group that gives up has succeeded",
+        "outcome:Outcome.exit_code",
+        "TOO_FEW if self.unfinished else 0",
+        "0",
+        "unit/launch/test_outcome.py",
+    ),
+    Fault(
+        "nobody judges when rank 0 has left",
+        "watch:Watch._judged",
+        "(self._rank == 0 or self._members[0].is_gone)",
+        "self._rank == 0",
+        "unit/cluster/watch/test_watch.py",
+    ),
+    Fault(
+        "a sign of life counts as a report",
+        "verdict:Member.hear",
+        "if message:",
+        "if True:",
+        "unit/cluster/watch/test_watch.py",
     ),
     Fault(
         "nohup does not protect a run",

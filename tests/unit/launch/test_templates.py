@@ -200,6 +200,9 @@ def test_name_of_job_follows_script(write, target, is_module, name):
     text = write(Request(target, is_module=is_module), 0)
     found = options(text)["job-name"] if write is slurm else next(yaml.safe_load_all(text))["metadata"]["name"]
     assert found == name
+    if write is not slurm:  # In YAML, `true` without quotes is not a text.
+        variables = re.findall(r"- ({name: [A-Z_]+, value: .*})", text)
+        assert {"name": "JOBSET_NAME", "value": name} in map(yaml.safe_load, variables)
     assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", found)
 
 

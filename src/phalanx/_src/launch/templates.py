@@ -115,8 +115,8 @@ template:
           # nvidia.com/gpu: {devices}  # With GPUs, delete PHALANX_CPU_DEVICES and NPROC.
       env:
       - {{name: PHALANX_NUM_PODS, value: "{workers}"}}
-      - {{name: JOBSET_NAME, value: {name}}}
-      - {{name: REPLICATED_JOB_NAME, value: {job}}}
+      - {{name: JOBSET_NAME, value: "{name}"}}
+      - {{name: REPLICATED_JOB_NAME, value: "{job}"}}
       - name: PHALANX_RESTART
         valueFrom:
           fieldRef:

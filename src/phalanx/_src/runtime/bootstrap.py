@@ -203,7 +203,7 @@ def warn_if_alone(strategy: str) -> None:
     task = _task_of(resolver)
     if resolver is None and (lone := lone_task(os.environ)):
         warn_of_slip(
-            f"{lone.found}, but nothing tells it the addresses of the others, so each trains alone.", lone.hint
+            f"{lone.launch}, but nothing tells it the addresses of the others, so each trains alone.", lone.hint
         )
     if watch.own() or resolver is None or task is None or task.type not in ("chief", "worker"):
         return

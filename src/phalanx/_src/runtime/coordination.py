@@ -82,17 +82,15 @@ def listen_at(host: str) -> None:
     Raises:
       RuntimeError: JAX has found its devices already.
     """
-    register: Any = jax.extend.backend.register_backend_factory
-    register("cpu", functools.partial(_cpu_client, host), fail_quietly=False)
+    jax.extend.backend.register_backend_factory("cpu", functools.partial(_cpu_client, host), fail_quietly=False)
 
 
-def _cpu_client(host: str) -> Any:
+def _cpu_client(host: str) -> object:
     """Does what JAX does, and passes the host."""
-    client: Any = distributed.global_state.client
-    options: Any = jax.config
-    is_gloo = client is not None and options.jax_cpu_collectives_implementation == "gloo"
-    make: Any = xla_bridge.make_cpu_client
-    return make(_jax.make_gloo_tcp_collectives(distributed_client=client, hostname=host) if is_gloo else None)
+    client = distributed.global_state.client
+    is_gloo = client is not None and jax.config.values["jax_cpu_collectives_implementation"] == "gloo"
+    collectives = _jax.make_gloo_tcp_collectives(distributed_client=client, hostname=host) if is_gloo else None
+    return xla_bridge.make_cpu_client(collectives)
 
 
 def _find_devices() -> None:

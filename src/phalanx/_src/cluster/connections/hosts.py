@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which address of this machine the other processes of a cluster can reach, and how it reaches theirs. Uses the standard library only."""
+"""Finds the address at which the others of a cluster reach this machine, and keeps proxies out. Uses the standard library only."""
 
 import ipaddress
 import os
@@ -62,9 +62,9 @@ def place_to_listen(host: str, port: int) -> tuple[socket.AddressFamily, tuple[s
       OSError: the name leads nowhere.
     """
     family, *_, place = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    found = str(place[0])
+    address = str(place[0])
     # Other machines come by another address if the name of this one leads back to it.
-    return family, ("" if _is_local(found) and not is_loopback(f"{host}:{port}") else found, port)
+    return family, ("" if _is_local(address) and not is_loopback(f"{host}:{port}") else address, port)
 
 
 def _is_local(host: str) -> bool:

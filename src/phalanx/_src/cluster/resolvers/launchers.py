@@ -17,11 +17,11 @@ class LoneTask:
     """One of several processes, which nothing connects.
 
     Args:
-      found: who has started how many processes.
+      launch: who has started how many processes.
       hint: what to write so that they form a cluster.
     """
 
-    found: str
+    launch: str
     hint: str
 
 
@@ -29,7 +29,7 @@ def lone_task(environ: Mapping[str, str]) -> LoneTask | None:
     """Returns what this process is to its launcher, if the environment does not describe a cluster but tells of other processes.
 
     Example:
-      >>> print(lone_task({"PMI_RANK": "1", "PMI_SIZE": "2"}).found)
+      >>> print(lone_task({"PMI_RANK": "1", "PMI_SIZE": "2"}).launch)
       MPICH or Intel MPI has started 2 processes (PMI_SIZE), and this is rank 1 (PMI_RANK)
       >>> lone_task({"PMI_RANK": "0", "PMI_SIZE": "1"}) is None
       True
