@@ -60,6 +60,26 @@ def test_a_value_that_leaks(strategy, how):
     assert f"leaking_step at {__file__}" in str(caught.value)
 
 
+FIXED = {
+    "reshape": lambda x: keras.ops.reshape(x, (8, 3)),
+    "add": lambda x: x + jnp.ones((8, 3)),
+    "concatenate": lambda x: keras.ops.concatenate([x, np.ones((8, 1))], axis=1),
+}
+
+
+@pytest.mark.parametrize("name", FIXED)
+@pytest.mark.parametrize("weights", [None, [3, 1]])
+def test_a_fixed_batch_size(name, weights):
+    """A function that is written for the rows of all replicas. What no number of rows mends stays what it is."""
+    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"], replica_weights=weights)
+    (batch,) = strategy.experimental_distribute_dataset([np.ones((8, 3), "float32")])
+    match = rf"in a replica function \({__file__}:\d+: .*\): it takes the rows of the global batch.*\nHINT: write -1.* in `.*{name}|\+"
+    with pytest.raises(TraceError, match=match):
+        strategy.run(FIXED[name], args=(batch,))
+    with pytest.raises(TypeError, match="reshape"):
+        strategy.run(lambda x: jnp.reshape(x, (5, 3)), args=(batch,))
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -92,6 +92,27 @@ def test_other_values_are_refused(strategy, variable, rows, name):
     assert float(variable) == 10
 
 
+@pytest.mark.filterwarnings("ignore::phalanx.errors.SlipWarning")
+def test_values_that_depend_on_the_number_of_rows(strategy, variable):
+    """They differ if replicas have different numbers of rows, and only then. Other values may be assigned for any numbers."""
+    strategy_rows = lambda count: next(iter(strategy.experimental_distribute_dataset([ROWS[:count]])))  # noqa: E731
+    count = lambda x: variable.assign(0.5 * keras.ops.shape(x)[0])  # noqa: E731
+    strategy.run(count, args=(strategy_rows(4),))
+    assert float(variable) == 1
+    with pytest.raises(AggregationError, match="the value may differ between replicas"):
+        strategy.run(count, args=(strategy_rows(3),))
+    assert float(variable) == 1
+
+    def all_equal(x):
+        for value, _ in EQUAL.values():
+            variable.assign(value(x, variable))
+        variable.assign(jax.jit(all_reduced)(x) / variable)
+
+    variable.assign(1.0)
+    strategy.run(all_equal, args=(strategy_rows(3),))
+    assert np.isfinite(float(variable))
+
+
 @pytest.mark.parametrize(("is_equal", "expected"), [(True, 16), (False, None)])
 def test_assignments_in_the_body_of_a_loop(strategy, variable, rows, is_equal, expected):
     """A branch that only some replicas take may not assign, even if its value is equal."""

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
+from phalanx._src.typed_jax import shape_dtype
 from phalanx.typing import PyTree
 
 _ROWS = 8
@@ -26,9 +27,10 @@ def needs_all_rows(fn: Callable[..., Any], *args: PyTree, source: object) -> boo
       *args: pytrees of arrays (rows, ...).
       source: the function or class that it comes from. Of Keras's own functions, it is known which depend on other rows.
     """
-    is_number = jnp.ndim(jax.eval_shape(fn, *args)) == 0
+    shape = shape_of(fn, *args)
+    is_number = not shape
     if not is_number and str(getattr(source, "__module__", "")).startswith("keras."):
-        return source in _OF_OTHER_ROWS
+        return source in _OF_OTHER_ROWS or _has_pairs(fn, args, shape)
     values = _sampled(fn, *args)
     # A number may be anything, and the rows of all replicas are right for all of them. Values per row are most often of their row.
     if values is None:
@@ -38,6 +40,20 @@ def needs_all_rows(fn: Callable[..., Any], *args: PyTree, source: object) -> boo
     return whole.shape != expected.shape or not np.allclose(whole, expected, rtol=1e-5, atol=1e-7)
 
 
+def shape_of(fn: Callable[..., Any], *args: PyTree) -> tuple[int, ...]:
+    """Returns the shape of what a function returns. What it assigns is forgotten, such as the state of a random generator."""
+    with keras.StatelessScope():
+        return jnp.shape(jax.eval_shape(fn, *args))
+
+
+def _has_pairs(fn: Callable[..., Any], args: PyTree, shape: tuple[int, ...]) -> bool:
+    """Whether there is a value per pair of rows, as where a function takes labels (rows, 1) for labels (rows,)."""
+    if shape[0] not in shape[1:]:
+        return False
+    more = jax.tree.map(lambda x: shape_dtype((shape[0] + 1, *jnp.shape(x)[1:]), jnp.result_type(x)), args)
+    return shape_of(fn, *more)[1:] != shape[1:]
+
+
 _OF_OTHER_ROWS = (keras.losses.circle,)
 
 
@@ -45,7 +61,7 @@ def _sampled(fn: Callable[..., Any], *args: PyTree) -> list[np.ndarray] | None:
     """Returns the values for the halves of a few random rows, and for all of them. None if there are none for such rows."""
     random = np.random.default_rng(0)
     try:
-        with jax.ensure_compile_time_eval():
+        with keras.StatelessScope(), jax.ensure_compile_time_eval():
             rows = keras.tree.map_structure(lambda x: _sample(random, x), args)
             halves = [keras.tree.map_structure(lambda x, half=half: x[half], rows) for half in _HALVES]
             return [np.asarray(fn(*each), "float64") for each in (*halves, rows)]

@@ -19,7 +19,7 @@ from keras.src.losses import loss
 from keras.src.losses.losses import LossFunctionWrapper
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, MetricsList
 
-from phalanx._src.compat.batch_functions import needs_all_rows
+from phalanx._src.compat.batch_functions import needs_all_rows, shape_of
 from phalanx._src.compat.hooks import extend
 from phalanx._src.compat.scope import surrounding_scope
 from phalanx._src.mesh.arrays import over_rows
@@ -42,7 +42,7 @@ def _is_number(metric: keras.metrics.Metric, arguments: dict[str, Any]) -> bool:
         return False
     # Keras's metric functions reduce the last dim. They would return a scalar for rank 1 too, so test them with columns.
     columns = [x[:, None] if jnp.ndim(x) == 1 else x for x in (arguments["y_true"], arguments["y_pred"])]
-    return jnp.ndim(jax.eval_shape(functools.partial(metric._fn, **metric._fn_kwargs), *columns)) == 0
+    return shape_of(functools.partial(metric._fn, **metric._fn_kwargs), *columns) == ()
 
 
 def _needs_all_rows(metric: keras.metrics.Metric, arguments: dict[str, Any]) -> bool:

@@ -121,6 +121,21 @@ def _explanation(error: Exception, *, prints: bool) -> TraceError | None:
     return None
 
 
+def fixed_batch_size(error: Exception) -> TraceError:
+    """Returns the error for a function that takes the rows of all replicas, and not those of one.
+
+    Args:
+      error: what it raises for the rows of one.
+    """
+    place = frames.place_of(error)
+    what = f"`{place.expression}`" if place else "an operation"
+    return TraceError(
+        f"{what} in a replica function{_bracketed(place)}",
+        "it takes the rows of the global batch, and a replica has only its own.",
+        f"write -1, or keras.ops.shape(x)[0], instead of the size of the global batch in {what}",
+    )
+
+
 def _another_variable(variable: compat.Variable) -> TraceError:
     """Returns the error for a function that creates or uses another variable each time it is traced."""
     hint = "create variables outside the function, or only once: `if self.v is None: self.v = keras.Variable(...)`"

@@ -4,6 +4,7 @@
 All replicas run one program, whose arrays have room for the largest share of the batch. `stages` makes one program of the traces.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, cast
@@ -69,6 +70,22 @@ class RowShare(NamedTuple):
             x if size is None else shape_dtype((x.shape[0], *size, *x.shape[1 + len(size) :]), x.dtype)
             for x, size in zip(arrays, self.sizes, strict=False)
         ]
+
+
+def whole_share(arrays: Sequence[Any], rows: Sequence[ComponentSizes | None]) -> RowShare:
+    """Returns the share of a replica that would have the rows of all.
+
+    Args:
+      arrays: the shapes of the arguments, whose arrays have a dim for replicas.
+      rows: for each of them, and then for each batch, the sizes of its components. None if they are equal.
+    """
+    sizes: list[tuple[int, ...] | None] = []
+    for x, of_x in itertools.zip_longest(arrays, rows):
+        if of_x is not None:
+            sizes.append((sum(of_x.counts), *map(max, zip(*(size[1:] for size in of_x.sizes), strict=True))))
+        else:
+            sizes.append((x.shape[0] * x.shape[1],) if x is not None and len(x.shape) > 1 else None)
+    return RowShare(tuple(sizes))
 
 
 def shares_of(rows: Sequence[ComponentSizes | None], num_replicas: int) -> list[RowShare]:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`Strategy.run` inside a program: one `shard_map` for all replicas."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +30,7 @@ from phalanx._src.mesh.values import (
 from phalanx._src.programs import explain, own_rows
 from phalanx._src.programs.stages import IndivisibleError
 from phalanx._src.programs.trace import executing_scope, trace, written_entries
-from phalanx._src.tracing import context, slips
+from phalanx._src.tracing import context, equality, slips
 from phalanx._src.tracing.boundary import combine, first_component
 from phalanx._src.tracing.context import Mode, ReplicaContext
 from phalanx._src.tracing.discovery import Discovery, Entry
@@ -40,6 +41,7 @@ from phalanx._src.tracing.scope import LiftScope, program_scope
 from phalanx._src.tracing.strategy import AbstractStrategy, Updates
 from phalanx._src.tracing.structure import add_once
 from phalanx._src.typed_jax import partition_spec, shape_dtype, with_layout_constraint, with_sharding_constraint
+from phalanx.errors import PhalanxError
 from phalanx.typing import PyTree
 
 
@@ -231,12 +233,26 @@ class _Run:
     def _trace(self, *, is_eager: bool) -> Discovery:
         """Traces one call for one replica."""
         sharded, whole = self._one_step()
-        if self._shares:
-            discovery = self._trace_shares(sharded, whole, is_eager=is_eager)
-        else:
-            discovery = self._trace_replica(sharded, whole)
+        try:
+            discovery = (
+                self._trace_shares(sharded, whole, is_eager=is_eager)
+                if self._shares
+                else self._trace_replica(sharded, whole)
+            )
+        except (TypeError, ValueError) as e:
+            if isinstance(e, PhalanxError) or not self._takes_all_rows(sharded, whole):
+                raise
+            raise explain.fixed_batch_size(e) from e
         self._warn_of_slips(discovery)
         return dataclasses.replace(discovery, steps=None if self._steps is None else self._num_steps)
+
+    def _takes_all_rows(self, sharded: list[Any], whole: list[Any]) -> bool:
+        """Whether one call for the rows of all replicas can be traced."""
+        share = own_rows.whole_share(sharded, [*self._sizes, *self._batches])
+        with contextlib.suppress(Exception):
+            self._trace_replica(share.shapes(sharded), whole, own_rows.Gathered([share], self._is_empty))
+            return self._strategy.num_replicas_in_sync > 1
+        return False
 
     def _trace_shares(self, sharded: list[Any], whole: list[Any], *, is_eager: bool) -> Discovery:
         """Traces one call for each share that replicas have of a batch, and makes one program of the traces."""
@@ -251,6 +267,10 @@ class _Run:
             nests = [each.outputs.nest for each in traces]
             if gathered.is_settled(place for nest in nests for place in nest.other_numbers(nests[0])):
                 break
+        of_replicas = [(x, each) for x, each in zip(self._shares, traces, strict=True) if x.replicas]
+        if refused := equality.differing([each.jaxpr for _, each in of_replicas if each.equal]):
+            # A number of rows, for example.
+            self._trace_replica(of_replicas[0][0].shapes(sharded), whole, gathered, refused)
         try:
             plan = None if is_eager else self._plan(traces, sharded, whole)
         except IndivisibleError as e:
@@ -341,7 +361,11 @@ class _Run:
         return [one(x, 1) for x in self._sharded], [one(x, 0) for x in self._whole]
 
     def _trace_replica(
-        self, sharded: list[Any], whole: list[Any], gathered: own_rows.Gathered | None = None
+        self,
+        sharded: list[Any],
+        whole: list[Any],
+        gathered: own_rows.Gathered | None = None,
+        refused: Collection[str] = (),
     ) -> Discovery:
         """Traces one call for one replica.
 
@@ -349,12 +373,13 @@ class _Run:
           sharded: the shapes of the arguments of the replica.
           whole: the shapes of the arguments that are equal on all replicas.
           gathered: what the replicas gather, if the arguments are the rows of a share and nothing else.
+          refused: descriptions of weights of which it is known that replicas assign them different values.
         """
         traces: list[Discovery] = []
 
         def body(sharded: PyTree, whole: PyTree) -> PyTree:
             replica = functools.partial(self._replica, gathered=gathered)
-            traces.append(trace(replica, _first(sharded), whole, named=self._fn, mapped=True))
+            traces.append(trace(replica, _first(sharded), whole, named=self._fn, mapped=True, refused=refused))
             return jnp.zeros((1,))
 
         jax.eval_shape(self._shard_map(body, (True, False), _along(0)), sharded, whole)

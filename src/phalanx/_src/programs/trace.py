@@ -113,6 +113,7 @@ def trace(
     named: Callable[..., Any] | None = None,
     mapped: bool = False,
     is_eager: bool = False,
+    refused: Collection[str] = (),
 ) -> Discovery:
     """Traces `fn(scope, *args)`.
 
@@ -125,12 +126,13 @@ def trace(
       named: the user's function that `fn` calls. JAX names it if a value leaks.
       mapped: whether `fn` is the program of one of several replicas, whose arguments are those that differ, and those that do not.
       is_eager: whether `fn` will be executed with real values.
+      refused: descriptions of weights of which it is known that replicas assign them different values.
 
     Raises:
       AggregationError: a replica assigns weights that may differ between replicas.
     """
     discovery = _traced_once(fn, None, *args, named=named, mapped=mapped, is_eager=is_eager)
-    if mapped and discovery.equal and (refused := _unequal(discovery, *args)):
+    if mapped and discovery.equal and (refused := refused or _unequal(discovery, *args)):
         _traced_once(fn, None, *args, named=named, mapped=mapped, is_eager=is_eager, refused=refused)
         raise refuse_write(min(refused))
     if all(map(all, discovery.connected)):

@@ -5,16 +5,23 @@ A value is equal if it is computed from equal values only, or if all replicas ge
 trace itself shows whether replicas would still hold the same weights after an assignment.
 """
 
+import itertools
+import re
 from collections.abc import Sequence
+from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.extend import core as jex
 
+from phalanx._src.collectives.primitives import communicates
 from phalanx._src.tracing import markers
 from phalanx._src.typed_jax import checkpoint_name
 from phalanx.typing import PyTree
 
 _MARK = "phalanx_equal: "
+_ADDRESS = re.compile(r"0x[0-9a-f]+")
 
 _EQUALIZING = ("psum", "pmax", "pmin", "all_gather")
 """Collectives that give every replica the same result. Names of variants begin with one of these."""
@@ -46,6 +53,49 @@ def unequal(closed: jex.ClosedJaxpr, are_equal: Sequence[bool]) -> set[str]:
     walk = _EqualityWalk()
     walk.outputs(closed, are_equal, everywhere=True)
     return walk.unequal
+
+
+def differing(traces: Sequence[jex.ClosedJaxpr]) -> set[str]:
+    """Returns the descriptions of the variables that replicas assign marked values that differ between their traces.
+
+    In each trace, `unequal` holds for none of them: they depend on literals, on what is equal on all replicas, and on collectives.
+
+    Args:
+      traces: the traces of replicas that have different numbers of rows.
+    """
+    marks = [_marks(closed) for closed in traces]
+    pairs = itertools.pairwise(marks)
+    return {name for one, other in pairs for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+
+
+def _marks(closed: jex.ClosedJaxpr) -> dict[str, list[object]]:
+    """Returns, for each description, what computes each of the values that are assigned."""
+    assigned: dict[str, list[object]] = {}
+    jaxpr, exchanges = closed.jaxpr, itertools.count()
+    keys: dict[object, object] = dict(zip(jaxpr.invars, itertools.count(), strict=False))
+    keys.update(zip(jaxpr.constvars, map(_literal, closed.consts), strict=True))
+    for eqn in jaxpr.eqns:
+        name = eqn.primitive.name
+        ins = [_literal(x.val) if isinstance(x, jex.Literal) else keys[x] for x in eqn.invars]
+        if name == "name" and eqn.params["name"].startswith(_MARK):
+            assigned.setdefault(eqn.params["name"].removeprefix(_MARK), []).append(ins[0])
+        # All replicas take part in the same exchanges, and what depends on their results is equal if it is so in each trace.
+        of_all = (next(exchanges),) if communicates(eqn) else (name, _text(eqn.params), *ins)
+        keys.update((v, hash((of_all, i))) for i, v in enumerate(eqn.outvars))
+    return assigned
+
+
+def _literal(value: Any) -> object:
+    """Returns what identifies a constant in all traces."""
+    if isinstance(value, jax.core.Tracer) or jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended):
+        return id(value)
+    array = np.asarray(value)
+    return array.dtype, array.shape, array.tobytes()
+
+
+def _text(params: dict[str, Any]) -> str:
+    """Returns the text of parameters, without addresses of objects."""
+    return _ADDRESS.sub("", str(params))
 
 
 class _EqualityWalk:
