@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+from drawn_trainings import FORMS, ROW_FORMS, function_of
 
 import phalanx
 from phalanx._src.compat.batch_functions import needs_all_rows
@@ -21,6 +22,14 @@ def test_functions_of_keras_with_labels_in_columns(labels, expected):
     fn = keras.losses.categorical_generalized_cross_entropy
     y, p = jnp.asarray(CLASSES.reshape(labels)), jnp.ones((7, 3)) / 3
     assert needs_all_rows(lambda y, p: fn(y, p, 0.5), y, p, source=fn) == expected
+
+
+def test_functions_that_need_all_rows():
+    """All but values of single rows and their mean, also if values hardly differ between rows."""
+    p = ops.full((4, 3), 1 / 3)
+    functions = {form: function_of(form, "smooth") for form in FORMS}
+    found = {form: needs_all_rows(fn, p, p, source=fn) for form, fn in functions.items()}
+    assert found == {form: form not in {*ROW_FORMS, "mean"} for form in FORMS}
 
 
 def test_functions_that_draw_random_numbers():
