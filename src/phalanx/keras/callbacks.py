@@ -9,6 +9,7 @@ import keras
 import numpy as np
 from typing_extensions import override
 
+from phalanx._src import compat
 from phalanx.errors import arguments
 from phalanx.testing import assert_in_sync
 from phalanx.typing import PyTree
@@ -27,6 +28,19 @@ def has_state(callback: keras.callbacks.Callback) -> bool:
 def digest_of(array: np.ndarray) -> str:
     """Returns a text that stands for an array in the state of a callback, to compare it with another."""
     return hashlib.blake2b(array.tobytes(), digest_size=8).hexdigest()
+
+
+def runs_user_code(callbacks: Sequence[keras.callbacks.Callback]) -> bool:
+    """Whether code of the user runs between two batches."""
+    foreign = [c for c in callbacks if not _is_of_library(c)]
+    kinds, times = ("train", "test", "predict"), ("begin", "end")
+    return any(compat.listens(foreign, kind, when) for kind in kinds for when in times)
+
+
+def _is_of_library(callback: keras.callbacks.Callback) -> bool:
+    """Whether a callback is one of Keras or Phalanx, and does not call functions of the user."""
+    is_known = type(callback).__module__.partition(".")[0] in ("keras", "phalanx")
+    return is_known and not isinstance(callback, (keras.callbacks.LambdaCallback, keras.callbacks.CallbackList))
 
 
 class BatchCounter(keras.callbacks.Callback):

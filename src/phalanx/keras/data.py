@@ -3,7 +3,9 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from operator import itemgetter
+from types import GeneratorType
 from typing import Any, final
 
 import jax
@@ -13,9 +15,20 @@ import numpy as np
 from phalanx._src import compat
 from phalanx._src.input.distributed import DistributedDataset
 from phalanx._src.input.iterator import DistributedIterator
-from phalanx._src.input.sources.base import INFINITE, UNKNOWN, AbstractRows, Facts, State
+from phalanx._src.input.sources.base import (
+    INFINITE,
+    UNKNOWN,
+    AbstractRows,
+    Facts,
+    Owner,
+    State,
+    size_of,
+    to_host,
+)
 from phalanx._src.input.sources.batches import BatchStream
 from phalanx._src.input.sources.functions import InputContext
+from phalanx._src.input.sources.rows import Rows
+from phalanx._src.mesh.arrays import as_array, copied, is_sparse
 from phalanx._src.options import InputOptions
 from phalanx._src.strategies.base import Strategy
 from phalanx._src.typed_jax import shape_dtype
@@ -96,7 +109,9 @@ class EpochData:
         self._steps, self._group = steps, group
         self._stacked = group if is_stacked else 1
         self._iterator: DistributedIterator | None = None
+        self._is_empty = True
         self._adapter: Any = None
+        self._may_read_beside, self._reads_beside = True, False
         # For `get_state`: steps of the epoch so far, the iterator they came from, and NumPy's state when it was created.
         self._reading: DistributedIterator | None = None
         self._done, self._random = 0, numpy_state()
@@ -116,28 +131,61 @@ class EpochData:
         self._is_checked = False
 
     def _of_keras(self, strategy: Strategy, x: PyTree, steps: int | None, data: dict[str, Any]) -> DistributedDataset:
+        if isinstance(x, GeneratorType):
+            x = compat.peeked(x, _kept)
         self._adapter = adapter = compat.data_adapter(x=x, steps_per_epoch=steps, **data)
         count = UNKNOWN if adapter.num_batches is None else adapter.num_batches
         batch_size, is_full = compat.size_of_batches(adapter)
-        in_memory = compat.is_array_adapter(adapter)
         facts = Facts(
             batch_size=batch_size,
             is_full=is_full,
             num_batches=count,
-            num_records=compat.num_rows(adapter) if in_memory else None,
-            is_in_memory=in_memory,
+            owner=Owner.NOBODY if compat.makes_arrays(adapter) else Owner.UNTIL_READ,
         )
-        source = BatchStream(adapter.get_numpy_iterator, facts, copies=True)
+        if compat.is_array_adapter(adapter):
+            return self._of_arrays(strategy, facts)
+        source = BatchStream(compat.raw_batches(adapter), facts)
         # Data that is told of the end of an epoch may read the next epoch differently, so nothing of it is read before.
         is_read_ahead = steps is None or not compat.has_epoch_hooks(adapter)
         options = InputOptions() if is_read_ahead else InputOptions(experimental_per_replica_buffer_size=0)
         return strategy.experimental_distribute_dataset(source, options)
+
+    def _of_arrays(self, strategy: Strategy, facts: Facts) -> DistributedDataset:
+        batches = compat.ArrayBatches(self._adapter, _checked, Rows, to_host)
+        self._may_read_beside = not batches.draws_each_batch
+        num_rows, size = compat.num_rows(self._adapter), size_of(batches.arrays)
+        facts = replace(
+            facts,
+            num_records=num_rows,
+            is_in_memory=True,
+            owner=Owner.CALLER,
+            batch_bytes=size * (facts.batch_size or 1) // max(1, num_rows),
+        )
+        return strategy.experimental_distribute_dataset(BatchStream(batches, facts, is_ready=True))
+
+    def read_beside(self) -> None:
+        """Lets a thread read data in memory beside the steps. The caller promises that nobody writes to them during an epoch."""
+        self._reads_beside = self._may_read_beside
 
     @property
     def num_batches(self) -> int | None:
         """The number of batches per epoch; None if it is unknown."""
         count = self._dataset.cardinality
         return self._steps or (None if count < 0 else count)
+
+    def require_batch(self, method: str) -> None:
+        """Checks that an epoch has had a batch.
+
+        Raises:
+          InvalidArgumentError: there was none.
+        """
+        if self._is_empty:
+            raise InvalidArgumentError(f"{method} without a batch", "the data is empty.", "pass at least one row")
+
+    @property
+    def num_groups(self) -> int | None:
+        """The number of groups per epoch that `epoch` yields at most; None if it is unknown."""
+        return self.num_batches and -(-self.num_batches // self._group)
 
     @property
     def element_spec(self) -> PyTree:
@@ -198,7 +246,7 @@ class EpochData:
                 continue
             if not parts:
                 break
-            self._done = done + steps_in(parts)
+            self._done, self._is_empty = done + steps_in(parts), False
             yield done, parts
             done = self._done
         if done == self._steps:
@@ -222,7 +270,10 @@ class EpochData:
 
     def _new_iterator(self) -> DistributedIterator:
         self._random = numpy_state()
-        return iter(self._dataset)
+        iterator = iter(self._dataset)
+        if self._reads_beside:
+            iterator.read_beside()
+        return iterator
 
     @property
     def is_within_epoch(self) -> bool:
@@ -293,6 +344,22 @@ class EpochData:
 def _of_all(spec: jax.ShapeDtypeStruct, replicas: int) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype of the rows of all replicas, from those of one replica."""
     return shape_dtype((spec.shape[0] * replicas, *spec.shape[1:]), spec.dtype) if spec.shape else spec
+
+
+def _checked(array: Any) -> Any:
+    """Returns an array with all rows as one that JAX can hold. Text and objects are refused when they are read."""
+    usual = as_array(array, "fit, evaluate or predict on an array")
+    return array if usual is None else usual
+
+
+def _kept(batch: PyTree) -> PyTree:
+    """Returns a batch of a generator, in memory to which the generator does not write again."""
+
+    def kept(leaf: Any) -> Any:
+        array = as_array(leaf)
+        return leaf if array is None or isinstance(leaf, np.generic) else copied(array)
+
+    return jax.tree.map(kept, batch, is_leaf=is_sparse)
 
 
 def numpy_state() -> dict[str, Any]:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The outputs of `predict`: the rows of all replicas, in the order of the data."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,6 +9,7 @@ import jax
 import numpy as np
 
 from phalanx._src.mesh.values import ComponentSizes, differs, is_distributed
+from phalanx.errors import InvalidArgumentError
 from phalanx.typing import PyTree
 
 
@@ -50,6 +52,49 @@ def _rows_of(output: PyTree, steps: int | None) -> np.ndarray:
     return np.concatenate(parts if steps is None else [part[step] for step in range(steps) for part in parts])
 
 
-def joined(outputs: list[Any]) -> PyTree:
-    """Concatenates predictions along dim 0."""
-    return outputs[0] if len(outputs) == 1 else jax.tree.map(lambda *parts: np.concatenate(parts), *outputs)
+class Outputs:
+    """All predictions, in one array per leaf, into which each batch is written when it comes.
+
+    Args:
+      expected: number of times that rows will be added. None if it is unknown.
+    """
+
+    def __init__(self, expected: int | None) -> None:
+        self._expected, self._count = expected or 1, 0
+        self._arrays: list[np.ndarray] = []
+        self._tree: Any = None
+
+    def add(self, parts: Sequence[PyTree]) -> PyTree:
+        """Adds rows, given in several parts. Returns them as one pytree of arrays."""
+        added = parts[0] if len(parts) == 1 else jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+        leaves, self._tree = jax.tree.flatten(added)
+        if not self._arrays:
+            self._arrays, self._count = leaves, len(leaves[0]) if leaves and leaves[0].ndim else 0
+            return added
+        self._arrays = [self._grown(array, leaf) for array, leaf in zip(self._arrays, leaves, strict=True)]
+        self._count += len(leaves[0])
+        return added
+
+    def result(self) -> PyTree:
+        """Returns all rows.
+
+        Raises:
+          InvalidArgumentError: there are none.
+        """
+        if self._tree is None:
+            raise InvalidArgumentError("predict without a batch", "the data is empty.", "pass at least one row")
+        return self._tree.unflatten([x[: self._count] if x.ndim and len(x) > self._count else x for x in self._arrays])
+
+    def _grown(self, array: np.ndarray, leaf: np.ndarray) -> np.ndarray:
+        """Writes rows behind those that an array has, into a larger array if there is no room."""
+        count = self._count
+        if array.dtype != leaf.dtype or array.shape[1:] != leaf.shape[1:] or not leaf.ndim:
+            return np.concatenate([array[:count], leaf])
+        if count + len(leaf) > len(array):
+            # The first rows tell how many there will be. If that was too few, twice as many.
+            room = max(count * self._expected, count + len(leaf))
+            larger = np.empty((room, *leaf.shape[1:]), leaf.dtype)
+            larger[:count], self._expected = array[:count], 2
+            array = larger
+        array[count : count + len(leaf)] = leaf
+        return array

@@ -31,7 +31,7 @@ from phalanx.errors import ContextError, InvalidArgumentError, MissingDependency
 from phalanx.keras import predictions, steps
 from phalanx.keras.agreement import settle_epoch, stops
 from phalanx.keras.backup import BackupAndRestore, FitProgress, informed
-from phalanx.keras.callbacks import Callbacks
+from phalanx.keras.callbacks import Callbacks, runs_user_code
 from phalanx.keras.data import EpochData, steps_in
 from phalanx.keras.handover import Marks, Run
 from phalanx.keras.programs import ReplicaStep, StepProgram, is_single
@@ -118,7 +118,7 @@ class ModelTrainer:
                 model.history = keras.callbacks.History()
                 return model.history
             with (
-                self._calling(callbacks, verbose, epochs, data, add_history=True) as hooks,
+                self._calling(callbacks, verbose, epochs, *filter(None, (data, validation)), add_history=True) as hooks,
                 informed(hooks.callbacks, progress),
             ):
                 model.stop_training, logs = False, {}
@@ -241,21 +241,18 @@ class ModelTrainer:
             data = self._data(x, steps, batch_size=batch_size)
             self._build(data, "predict")
             with self._calling(callbacks, verbose, 1, data) as hooks:
-                model.stop_predicting, outputs = False, []
+                model.stop_predicting, outputs = False, predictions.Outputs(data.num_groups)
                 hooks.on_predict_begin()
                 begin, end = compat.batch_hooks(hooks, "predict")
                 for first, parts in data.epoch():
                     begin(first)
                     with interrupts.held():
                         rows = [predictions.rows(self._predict(batches, n), self._stacked(n)) for batches, n in parts]
-                    outputs.append(predictions.joined(rows))
-                    end(first + steps_in(parts) - 1, {"outputs": outputs[-1]})
+                    end(first + steps_in(parts) - 1, {"outputs": outputs.add(rows)})
                     if stops(model.stop_predicting, self._topology):
                         break
                 hooks.on_predict_end()
-        if not outputs:
-            raise InvalidArgumentError("predict without a batch", "the data is empty.", "pass at least one row")
-        return predictions.joined(outputs)
+        return outputs.result()
 
     def train_on_batch(
         self,
@@ -357,6 +354,7 @@ class ModelTrainer:
         callbacks.on_test_begin()
         model.reset_metrics()
         logs = self._epoch(data, self._test, callbacks, "test", interrupts)
+        data.require_batch("evaluate")
         with interrupts.held():
             logs = compat.to_python(logs)
             callbacks.on_test_end(logs)
@@ -434,7 +432,7 @@ class ModelTrainer:
 
     @contextmanager
     def _calling(
-        self, callbacks: Callbacks, verbose: int | str, epochs: int, data: EpochData, *, add_history: bool = False
+        self, callbacks: Callbacks, verbose: int | str, epochs: int, *data: EpochData, add_history: bool = False
     ) -> Iterator[CallbackList]:
         """Yields Keras's callback list, and ends its threads if an exception leaves the context.
 
@@ -456,6 +454,9 @@ class ModelTrainer:
                 "to put back the weights that were read before an evaluation would undo what the replicas have done on their own.",
                 "use_ema=True in the optimizer, without the callback: the averages become the weights when fit ends",
             )
+        if not (self._model.run_eagerly or runs_user_code(user_callbacks)):
+            for each in data:
+                each.read_beside()
         # Decide from the full list, before writers are removed on other processes: the result must be equal on all of them,
         # because it decides about a collective call.
         self._hears_batches = compat.listens(user_callbacks, "train", "end")
@@ -472,7 +473,7 @@ class ModelTrainer:
                 add_progbar=verbose != 0,
                 verbose=verbose,
                 epochs=epochs,
-                steps=data.num_batches,
+                steps=data[0].num_batches,
                 model=self._model,
             )
         compat.call_in_order(hooks)

@@ -10,6 +10,7 @@ import numpy as np
 import phalanx
 from phalanx._src.input import state as positions
 from phalanx._src.input.shard import InputWorker, shares, split
+from phalanx._src.input.sources.rows import read
 from phalanx._src.options import AutoShardPolicy
 
 DATA, FILE = AutoShardPolicy.DATA, AutoShardPolicy.FILE
@@ -48,7 +49,7 @@ def rows(piece):
     if piece is None:
         return []
     (part,) = piece.parts
-    leaf = np.asarray(jax.tree.leaves(part)[0]).tolist()
+    leaf = np.asarray(read(jax.tree.leaves(part)[0])).tolist()
     assert len(leaf) == sum(piece.counts) or (not sum(piece.counts) and len(leaf) == 1)
     return leaf[: sum(piece.counts)]
 

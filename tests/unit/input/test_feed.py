@@ -4,8 +4,10 @@ import numpy as np
 import pytest
 from simulation import prefetching
 
-from phalanx._src.input.feed import Form, ReadAhead
-from phalanx._src.input.sources.base import AbstractReader, Facts, Piece
+from phalanx._src.input.feed import Feed, Form, ReadAhead
+from phalanx._src.input.landing import Landing
+from phalanx._src.input.sources.base import AbstractReader, Facts, Owner, Piece
+from phalanx._src.mesh.memory import Pool
 
 
 class Rows(AbstractReader):
@@ -22,17 +24,23 @@ class Rows(AbstractReader):
         return {"records": self.position}
 
 
-@pytest.mark.parametrize(("in_memory", "waits", "threads"), [(True, False, 0), (True, True, 1), (False, False, 1)])
-def test_who_reads_ahead(in_memory, waits, threads):
-    """A thread, unless slicing arrays in memory is cheaper and the consumer could not do anything meanwhile."""
+@pytest.mark.parametrize(
+    ("in_memory", "waits", "is_alone", "threads"),
+    [(True, True, False, 0), (True, False, True, 0), (True, True, True, 1), (False, False, False, 1)],
+)
+def test_who_reads_ahead(in_memory, waits, is_alone, threads):
+    """A thread. Arrays in memory are read by the consumer, unless nobody writes to them meanwhile and the thread helps."""
     rows = np.arange(8)
-    facts = Facts(is_in_memory=in_memory, is_borrowed=True)
-    batches = ReadAhead(Rows(rows), lambda steps, _: steps[0].piece.parts[0], 2, facts, waits=waits)
+    facts = Facts(is_in_memory=in_memory, owner=Owner.CALLER if in_memory else Owner.UNTIL_READ)
+    feed = Feed(Rows(rows), Landing(facts.owner, Pool()))
+    batches = ReadAhead(feed, lambda steps, _: steps[0].piece.parts[0][:], 2, facts, waits=waits)
+    if is_alone:
+        batches.read_beside()
     first = batches.get(Form()).value
     assert len(prefetching()) == threads
-    # What a thread reads is a copy, which the user cannot change afterwards.
+    # What was read is a copy, which the user cannot change afterwards.
     rows[:2] = 9
-    assert first.tolist() == ([0, 1] if threads else [9, 9])
+    assert first.tolist() == [0, 1]
     found = []
     while (batch := batches.get(Form())) is not None:
         found += batch.value.tolist()

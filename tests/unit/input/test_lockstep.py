@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from simulation import prefetching, rows, together
 
-from phalanx._src.input.feed import Form
+from phalanx._src.input.feed import Feed, Form
 from phalanx._src.input.lockstep import AHEAD, Lockstep, require_same_data
 from phalanx._src.input.shard import InputWorker
 from phalanx._src.input.sources.base import AbstractReader, Facts, Piece
@@ -40,7 +40,7 @@ def place(steps, room):
 
 
 def lockstep(reader, index, count, exchange, ahead=True):
-    return Lockstep(reader, place, InputWorker(index, count, REPLICAS), exchange, ahead=ahead)
+    return Lockstep(Feed(reader), place, InputWorker(index, count, REPLICAS), exchange, ahead=ahead)
 
 
 def drained(batches, form=None):

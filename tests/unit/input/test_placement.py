@@ -8,14 +8,18 @@ from simulation import content, mirrored, workers
 
 import phalanx
 from phalanx._src.input.feed import Feed, Step
+from phalanx._src.input.landing import Landing
 from phalanx._src.input.placement import Placement
 from phalanx._src.input.sources.adapt import source_of
-from phalanx._src.input.sources.base import Facts, Piece
+from phalanx._src.input.sources.base import Owner, Piece
+from phalanx._src.mesh.memory import Pool
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.mesh.values import ComponentSizes
 from phalanx._src.options import AutoShardPolicy
 from phalanx.errors import InvalidArgumentError
 from phalanx.experimental import ValueContext
+
+LANDING = Landing(Owner.NOBODY, Pool(), fits_devices=False)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +125,7 @@ def placed(dataset, shape, batch_size=None):
     """Returns the batches of each worker, as NumPy arrays in their layout: `[step][worker]`."""
     topology, source = Topology.of(["cpu:0"]), source_of(dataset, batch_size)
     feeds = [Feed(source.open(w, AutoShardPolicy.DATA, None)) for w in workers(*shape)]
-    places = [Placement(topology, w, source.facts, fetches=False) for w in workers(*shape)]
+    places = [Placement(topology, w, LANDING, fetches=False) for w in workers(*shape)]
     result = []
     while any(read := [feed.read(1) for feed in feeds]):
         result.append([p.place(s, None) for p, s in zip(places, read, strict=True)])
@@ -146,7 +150,7 @@ def test_rows_that_workers_have_agreed_on(steps):
     """The numbers of rows are those of all workers, even if this worker's replicas are full."""
     worker = workers(2, 1)[0]
     (step,) = Feed(source_of(np.arange(8), 8).open(worker, AutoShardPolicy.DATA, None)).read(1)
-    placement = Placement(Topology.of(["cpu:0"]), worker, Facts(batch_size=8), fetches=False)
+    placement = Placement(Topology.of(["cpu:0"]), worker, LANDING, fetches=False)
     for counts in ((4, 4), (4, 0), (4, 2)):
         batch = placement.place([step._replace(rows=sum(counts), counts=counts)] * steps, None if steps == 1 else steps)
         sizes = [(count,) if steps == 1 else (steps, count) for count in counts]
@@ -182,7 +186,7 @@ def test_feed_keeps_failures_in_their_place():
 def test_a_worker_that_has_run_out():
     """Its batches have room for the rows of another worker, and none of its own."""
     worker = workers(2, 2)[1]
-    placement = Placement(Topology.of(["cpu:0"]), worker, Facts(batch_size=4), fetches=False)
+    placement = Placement(Topology.of(["cpu:0"]), worker, LANDING, fetches=False)
     ended = placement.place([Step(Piece([np.array([9])], [0, 0], 0), 3, [2, 1, 0, 0], None)], None)
     assert ended.data.tolist() == [[9, 9], [9, 9]]
     assert [x.tolist() for x in ended.values] == [[], []]

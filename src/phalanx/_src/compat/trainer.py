@@ -2,8 +2,9 @@
 """Keras's trainer, data adapters and callbacks."""
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
@@ -24,6 +25,9 @@ from keras.src.trainers.data_adapters.generator_data_adapter import (
 )
 from keras.src.trainers.data_adapters.py_dataset_adapter import (
     PyDatasetAdapter as _PyDatasetAdapter,
+)
+from keras.src.trainers.data_adapters.tf_dataset_adapter import (
+    TFDatasetAdapter as _TFDatasetAdapter,
 )
 from keras.src.trainers.trainer import Trainer as _Trainer
 from keras.src.utils.python_utils import is_default as _is_default
@@ -131,6 +135,92 @@ def build(model: keras.Model, batch: PyTree, *, has_own_step: bool) -> None:
 def is_array_adapter(adapter: _DataAdapter | None) -> bool:
     """Whether a data adapter reads arrays in memory."""
     return isinstance(adapter, _ArrayDataAdapter)
+
+
+class ArrayBatches:
+    """The batches of an array adapter, in the order that the adapter decides. A call opens an iterator over them.
+
+    Args:
+      adapter: the adapter.
+      prepare: checks a NumPy or JAX array with all rows.
+      rows: maps such an array, the index of the rows of a batch, and the dtype that Keras wants, to these rows. Called if NumPy would
+        have to copy them.
+      whole: converts the rows of any other kind of data, which Keras has read.
+    """
+
+    def __init__(
+        self,
+        adapter: _DataAdapter,
+        prepare: Callable[[Any], Any],
+        rows: Callable[[Any, Any, Any], Any],
+        whole: Callable[[Any], Any],
+    ) -> None:
+        self._adapter, self._rows, self._whole = adapter, rows, whole
+        self._inputs = keras.tree.map_structure(lambda x: _source(x, prepare), adapter._inputs)
+
+    @property
+    def arrays(self) -> list[Any]:
+        """The NumPy and JAX arrays among the data."""
+        return [x.array for x in keras.tree.flatten(self._inputs) if isinstance(x, _Dense)]
+
+    @property
+    def draws_each_batch(self) -> bool:
+        """Whether reading a batch draws from NumPy's global generator."""
+        return self._adapter._shuffle == "batch"  # type: ignore[no-any-return]
+
+    def __call__(self) -> Iterator[PyTree]:
+        batches: Iterator[PyTree] = self._adapter._get_iterator(self._chosen, self._inputs)
+        return batches
+
+    def _chosen(self, source: Any, indices: Any) -> Any:
+        if isinstance(source, _Dense):
+            array = source.array
+            is_view = isinstance(indices, slice) and isinstance(array, np.ndarray) and array.dtype == source.dtype
+            return array[indices] if is_view else self._rows(array, indices, source.dtype)
+        return self._whole(source.convert_to_numpy(source[indices]))
+
+
+@dataclass(frozen=True)
+class _Dense:
+    """An array with all rows, and the dtype that Keras wants."""
+
+    array: Any
+    dtype: Any
+
+
+def _source(x: Any, prepare: Callable[[Any], Any]) -> Any:
+    """Returns data with all rows as `_Dense` or, if they are neither NumPy's nor JAX's, as Keras reads them."""
+    if x is None:
+        return None
+    if not isinstance(x, (np.ndarray, jax.Array)):
+        x = _array_slicing.convert_to_sliceable(x, target_backend="numpy")
+        if type(x) is not _array_slicing.NumpySliceable:
+            return x
+        x = x.array
+    x = prepare(x)
+    is_float = x.dtype.kind not in "OSUMm" and backend.is_float_dtype(x.dtype)
+    return _Dense(x, jax.numpy.dtype(backend.floatx()) if is_float else x.dtype)
+
+
+def raw_batches(adapter: _DataAdapter) -> Callable[[], Iterator[PyTree]]:
+    """Returns a function that opens an iterator over the batches of an adapter, as the user's code makes them if Keras can tell."""
+    open_raw: Callable[[], Iterator[PyTree]] = adapter.get_numpy_iterator
+    if isinstance(adapter, _GeneratorDataAdapter):
+        open_raw = adapter.generator
+    elif isinstance(adapter, _PyDatasetAdapter):
+        open_raw = adapter._get_iterator
+    return open_raw
+
+
+def makes_arrays(adapter: _DataAdapter) -> bool:
+    """Whether the arrays of a batch belong to nobody else, because Keras has made them from TensorFlow's tensors."""
+    return isinstance(adapter, _TFDatasetAdapter)
+
+
+def peeked(generator: Generator[PyTree, Any, Any], keep: Callable[[PyTree], PyTree]) -> Generator[PyTree, Any, Any]:
+    """Yields the batches of a generator. Those that Keras reads before it gives away the first are kept by `keep`."""
+    for i, batch in enumerate(generator):
+        yield keep(batch) if i < _data_adapter_utils.NUM_BATCHES_FOR_TENSOR_SPEC else batch
 
 
 def has_epochs(adapter: _DataAdapter | None) -> bool:

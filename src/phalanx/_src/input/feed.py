@@ -14,13 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
 
-import jax
 from typing_extensions import override
 
+from phalanx._src.input.landing import Landing
 from phalanx._src.input.prefetch import AbstractReadings, readings
-from phalanx._src.input.sources.base import AbstractReader, Facts, Piece, State
-from phalanx._src.mesh.arrays import copied
-from phalanx._src.typed_jax import block_until_ready
+from phalanx._src.input.sources.base import AbstractReader, Facts, Owner, Piece, State
+
+_LARGE_BYTES = 1 << 20
+"""From this size of a batch on, a thread that reads ahead saves more than it costs."""
+_MOST_STEPS_AHEAD = 256
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,12 @@ class Form:
     def room(self, count: int) -> int | None:
         """Returns the number of steps that a stack of `count` steps has room for; None for a single batch."""
         return None if self.steps is None else self.places or count
+
+    @property
+    def room_ahead(self) -> int | None:
+        """The room of a stack whose number of steps is not known yet. None if it would be too large."""
+        most = self.places or self.steps
+        return most if most is None or self.places or most <= _MOST_STEPS_AHEAD else None
 
 
 class Step(NamedTuple):
@@ -114,11 +122,11 @@ class Feed:
 
     Args:
       reader: reads pieces.
-      copies: whether to copy each piece, because its owner may change the arrays after the read.
+      landing: takes over each piece before the next one is read. None if the pieces are given away as they are.
     """
 
-    def __init__(self, reader: AbstractReader, *, copies: bool = False) -> None:
-        self._reader, self._copies = reader, copies
+    def __init__(self, reader: AbstractReader, landing: Landing | None = None) -> None:
+        self._reader, self._landing = reader, landing
         self._first: deque[Step] = deque()
         self._failure: BaseException | None = None
 
@@ -127,12 +135,18 @@ class Feed:
         self._first.extendleft(reversed(steps))
         self._failure = failure or self._failure
 
-    def read(self, count: int) -> list[Step]:
-        """Returns the next `count` steps. Returns fewer at the end or before a failure, which the next call raises."""
+    def read(self, count: int, room: int | None = None) -> list[Step]:
+        """Returns the next `count` steps. Returns fewer at the end or before a failure, which the next call raises.
+
+        Args:
+          count: number of steps.
+          room: number of steps for which a stack has room, into which the rows are written. None for no stack.
+        """
         steps: list[Step] = []
+        last: Piece | None = None
         while len(steps) < count:
             try:
-                step = self._read()
+                step, last = self._read(len(steps), room, last)
             except Exception as e:
                 # The steps before the failure are good. The user gets them first, in the order of the data.
                 if not steps:
@@ -144,18 +158,20 @@ class Feed:
             steps.append(step)
         return steps
 
-    def _read(self) -> Step | None:
+    def _read(self, index: int, room: int | None, last: Piece | None) -> tuple[Step | None, Piece | None]:
+        """Returns a step, and its piece if it has just landed: the stack of a step that was put back may be in use."""
         if self._first:
-            return self._first.popleft()
+            return self._first.popleft(), None
         failure, self._failure = self._failure, None
         if failure is not None:
             raise failure
         piece = self._reader.read()
         if piece is None:
-            return None
-        if self._copies:
-            piece = piece._replace(parts=jax.tree.map(copied, list(piece.parts)))
-        return Step(piece, piece.rows or 0, piece.counts, self._reader.get_state())
+            return None, None
+        if self._landing is not None:
+            place, before = (0, None) if room is None else (index, last)
+            piece = self._landing.land(piece, place, room, before)
+        return Step(piece, piece.rows or 0, piece.counts, self._reader.get_state()), piece
 
 
 @final
@@ -163,18 +179,19 @@ class ReadAhead(AbstractBatches):
     """Batches that are read and placed on the devices before the user asks for them.
 
     Args:
-      reader: reads pieces.
+      feed: reads steps.
       place: makes the value of a batch.
       ahead: number of batches to read in advance.
       facts: what is known about the dataset.
       waits: whether the consumer waits for each step, so that only another thread can read meanwhile.
     """
 
-    def __init__(self, reader: AbstractReader, place: Place, ahead: int, facts: Facts, *, waits: bool) -> None:
-        # Data in memory otherwise needs no thread: handing an item from thread to thread takes longer than slicing it.
-        self._in_thread = waits or not facts.is_in_memory
-        self._feed = Feed(reader, copies=facts.is_borrowed and self._in_thread)
-        self._place, self._ahead, self._waits = place, ahead, facts.is_borrowed and not self._in_thread
+    def __init__(self, feed: Feed, place: Place, ahead: int, facts: Facts, *, waits: bool) -> None:
+        self._feed, self._place, self._ahead = feed, place, ahead
+        # The caller's code, which may write to arrays of the caller, runs between two requests, so they are read during a request.
+        self._in_thread = not facts.is_in_memory and facts.owner is not Owner.CALLER
+        # Handing a small batch from thread to thread takes longer than reading it.
+        self._may_read_beside = waits or facts.batch_bytes >= _LARGE_BYTES
         self._form: Form | None = None
         self._readings: AbstractReadings[Batch] | None = None
 
@@ -185,11 +202,13 @@ class ReadAhead(AbstractBatches):
             self.stop()
             self._form = form
             self._readings = readings(_reads(self._feed, self._place, form), self._ahead, in_thread=self._in_thread)
-        batch = self._readings.get()
-        if self._waits and batch is not None:
-            # The transfer reads the user's arrays. Once it is done, the user may write into them.
-            block_until_ready(batch.value)
-        return batch
+        return self._readings.get()
+
+    def read_beside(self) -> None:
+        """Lets a thread read data in memory while the consumer works, which has promised that nobody writes to them meanwhile."""
+        if self._may_read_beside and not self._in_thread:
+            self.stop()
+            self._in_thread = True
 
     @override
     def put_back(self, batch: Batch) -> None:
@@ -206,11 +225,15 @@ class ReadAhead(AbstractBatches):
 
 
 def _reads(feed: Feed, place: Place, form: Form) -> Callable[[], Batch | None]:
+    room = form.room_ahead
+
     def read() -> Batch | None:
-        steps = feed.read(form.steps or 1)
+        steps = feed.read(form.steps or 1, room)
         if len(steps) > 1:
             steps, left = split(steps)
             feed.put_back(left)
-        return Batch(place(steps, form.room(len(steps))), steps) if steps else None
+        if not steps:
+            return None
+        return Batch(place(steps, None if form.steps is None else form.room(len(steps))), steps)
 
     return read

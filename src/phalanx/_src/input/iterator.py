@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The iterator of a distributed dataset, which places batches on the devices and can save its position."""
 
-import dataclasses
 import os
 import time
 from collections import deque
@@ -15,12 +14,15 @@ from typing_extensions import override
 
 from phalanx._src import compat
 from phalanx._src.input import state as positions
-from phalanx._src.input.feed import AbstractBatches, Batch, Form, Place, ReadAhead, Step
+from phalanx._src.input.feed import AbstractBatches, Batch, Feed, Form, ReadAhead, Step
+from phalanx._src.input.landing import Landing
 from phalanx._src.input.lockstep import Lockstep
 from phalanx._src.input.placement import Placement
 from phalanx._src.input.shard import InputWorker
 from phalanx._src.input.sharding import Plan
-from phalanx._src.input.sources.base import State, stack
+from phalanx._src.input.sources.base import Owner, State, stack
+from phalanx._src.input.sources.rows import read
+from phalanx._src.mesh.memory import Pool
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.mesh.values import is_distributed, spec_of
 from phalanx._src.options import InputOptions
@@ -98,6 +100,7 @@ class DistributedIterator(AbstractIterator):
       topology: devices of the replicas. If it has no devices, batches are not placed.
       options: how the dataset is read.
       steps: number of global batches that are stacked into one. None for no stacking.
+      pool: the memory for batches. None for new memory.
 
     Example:
       >>> import numpy as np, phalanx
@@ -108,7 +111,10 @@ class DistributedIterator(AbstractIterator):
       {'records': 4, 'data': {'rows': 8}}
     """
 
-    def __init__(self, plan: Plan, topology: Topology, options: InputOptions, *, steps: int | None) -> None:
+    def __init__(
+        self, plan: Plan, topology: Topology, options: InputOptions, *, steps: int | None, pool: Pool | None = None
+    ) -> None:
+        self._pool, self._reads_beside = pool or Pool(), False
         self._plan, self._topology, self._options, self._form = plan, topology, options, Form(steps)
         topology.shares.adapt(topology.local_replicas, topology.exchange)
         self._worker = worker_of(topology)
@@ -320,26 +326,32 @@ class DistributedIterator(AbstractIterator):
     def _open(self, state: State | None) -> None:
         reader = self._plan.source.open(self._worker, self._plan.policy, state)
         self._state = reader.get_state()
-        place, ahead = self._placing(), self._options.experimental_per_replica_buffer_size
-        facts = self._plan.source.facts
+        ahead, fetches = self._options.experimental_per_replica_buffer_size, self._options.fetches_to_device
+        facts, place, landing = self._plan.source.facts, _unplaced, None
+        # The default strategy yields the user's own arrays without copying them.
+        if self._topology.has_devices:
+            landing = Landing(facts.owner, self._pool, fits_devices=fetches)
+            place = Placement(self._topology, self._worker, landing, fetches=fetches).place
         if self._worker.count > 1 and not facts.is_in_memory:
             # Also under DATA, although all workers then end at the same step: if the data of one worker fails, the
             # others must be told before they wait for that worker in a collective.
             exchange = self._topology.exchange
-            self._batches = Lockstep(reader, place, self._worker, exchange, ahead=ahead > 0, copies=facts.is_borrowed)
+            # The code of a caller who owns the arrays runs between two requests.
+            in_thread = ahead > 0 and facts.owner is not Owner.CALLER
+            self._batches = Lockstep(Feed(reader, landing), place, self._worker, exchange, ahead=in_thread)
         else:
             # The default strategy places nothing, and a dataset that runs on the device is not prefetched to it.
             here = not self._topology.has_devices or self._options.experimental_place_dataset_on_device
-            # The default strategy yields the user's own arrays without copying them.
-            facts = dataclasses.replace(facts, is_borrowed=facts.is_borrowed and self._topology.has_devices)
             waits = self._topology.num_workers > 1  # See `Turn`: the steps of several processes run one at a time.
-            self._batches = ReadAhead(reader, place, 0 if here else ahead, facts, waits=waits)
+            self._batches = ReadAhead(Feed(reader, landing), place, 0 if here else ahead, facts, waits=waits)
+            if self._reads_beside:
+                self._batches.read_beside()
 
-    def _placing(self) -> Place:
-        if not self._topology.has_devices:
-            return _unplaced
-        facts, fetches = self._plan.source.facts, self._options.fetches_to_device
-        return Placement(self._topology, self._worker, facts, fetches=fetches).place
+    def read_beside(self) -> None:
+        """Lets a thread read data in memory ahead. The caller promises that until `stop_reading` nobody writes to them."""
+        self._reads_beside = True
+        if isinstance(self._batches, ReadAhead):
+            self._batches.read_beside()
 
     def _next(self, form: Form) -> Batch | None:
         batch = self._read(form)
@@ -397,7 +409,7 @@ def worker_of(topology: Topology) -> InputWorker:
 
 def _unplaced(steps: Sequence[Step], room: int | None) -> PyTree:
     """Returns the batch without placing it, for the default strategy."""
-    wholes = [step.piece.parts[0] for step in steps]
+    wholes = [jax.tree.map(read, step.piece.parts[0]) for step in steps]
     return wholes[0] if room is None else stack(wholes, len(wholes))
 
 

@@ -16,7 +16,7 @@ from typing_extensions import override
 from phalanx._src.input.feed import AbstractBatches, Batch, Feed, Form, Place, Step, split
 from phalanx._src.input.prefetch import AbstractReadings, readings
 from phalanx._src.input.shard import InputWorker
-from phalanx._src.input.sources.base import UNKNOWN, AbstractReader, Facts, Piece
+from phalanx._src.input.sources.base import UNKNOWN, Facts, Piece
 from phalanx._src.input.wire import exchange_bytes, packed, unpacked
 from phalanx.errors import InputError
 
@@ -37,25 +37,23 @@ class Lockstep(AbstractBatches):
     Every worker requests each batch in the same form, on its main thread, because a request may be a collective call.
 
     Args:
-      reader: reads this worker's pieces.
+      feed: reads this worker's steps.
       place: makes the value of a batch.
       worker: this worker.
       exchange: see `Topology.exchange`.
       ahead: whether a thread reads in advance.
-      copies: whether to copy each piece, because its owner may change the arrays after the read.
     """
 
     def __init__(
         self,
-        reader: AbstractReader,
+        feed: Feed,
         place: Place,
         worker: InputWorker,
         exchange: Callable[[np.ndarray], np.ndarray],
         *,
         ahead: bool,
-        copies: bool = False,
     ) -> None:
-        self._feed, self._ahead = Feed(reader, copies=copies), AHEAD if ahead else 0
+        self._feed, self._ahead = feed, AHEAD if ahead else 0
         self._readings: AbstractReadings[Step] | None = self._start()
         self._place, self._worker, self._exchange = place, worker, exchange
         # Steps of this worker that were read for an exchange and not yet used.
@@ -148,7 +146,7 @@ class Lockstep(AbstractBatches):
           is_needed: whether some worker has fewer than `AHEAD` steps left. All workers compute the same value.
         """
         if self._own:
-            self._padding = jax.tree.map(lambda x: np.asarray(x[:1]), self._own[-1].piece.parts[0])
+            self._padding = jax.tree.map(lambda x: np.array(x[:1]), self._own[-1].piece.parts[0])
         # One exchange is enough: afterwards every worker has a row, unless no worker has any.
         if is_needed and not self._has_shared:
             self._has_shared = True

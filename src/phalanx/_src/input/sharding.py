@@ -232,7 +232,7 @@ class CutBatches(AbstractSource):
     @override
     def facts(self) -> Facts:
         facts = self._source.facts
-        return Facts(batch_size=facts.batch_size, num_batches=UNKNOWN, is_borrowed=facts.is_borrowed)
+        return Facts(batch_size=facts.batch_size, num_batches=UNKNOWN, owner=facts.owner)
 
     @override
     def open(self, worker: InputWorker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:

@@ -15,7 +15,9 @@ from numpy.typing import DTypeLike
 from phalanx.errors import InputError, shown
 from phalanx.typing import PyTree
 
-_ALIGNMENT = 64
+ALIGNMENT = 64
+"""A CPU device uses memory whose address this divides, and copies other memory."""
+
 _SMALL_BYTES = 1 << 14
 _NARROW_BYTES = 4
 """Numbers of this size fit, and need not be looked at."""
@@ -76,9 +78,12 @@ def as_array(value: object, name: str = "a value") -> Any:
         raise InputError(f"{name} that is a masked array", "JAX arrays cannot carry a mask.", "x.filled(0)")
     if not is_array(value):
         return None
-    if value.dtype.itemsize >= 8:
-        require_fits(value, name)
-    return value
+    array: Any = value
+    if not array.dtype.isnative or array.dtype.type in _ODD_KINDS:
+        array = _usual(array, name)
+    if array.dtype.itemsize >= 8:
+        require_fits(array, name)
+    return array
 
 
 def is_array(value: object) -> bool:
@@ -165,10 +170,15 @@ def empty(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
     num_bytes = math.prod(shape) * dtype.itemsize
     if not num_bytes or dtype.hasobject:
         return np.empty(shape, dtype)
-    memory = np.empty(num_bytes + _ALIGNMENT, np.uint8)
-    start = -address(memory) % _ALIGNMENT
-    array: np.ndarray = memory[start : start + num_bytes].view(dtype).reshape(shape)
+    array: np.ndarray = aligned_bytes(num_bytes).view(dtype).reshape(shape)
     return array
+
+
+def aligned_bytes(count: int) -> np.ndarray:
+    """Returns `count` new bytes, aligned so that a CPU device can use them without a copy."""
+    memory = np.empty(count + ALIGNMENT, np.uint8)
+    start = -address(memory) % ALIGNMENT
+    return memory[start : start + count]
 
 
 def uncommitted(value: PyTree) -> PyTree:
@@ -192,7 +202,12 @@ def address(array: np.ndarray) -> int:
 
 def is_shared_by_cpu(array: np.ndarray) -> bool:
     """Returns whether a CPU device uses the memory of this array instead of a copy."""
-    return array.__array_interface__["data"][0] % _ALIGNMENT == 0  # type: ignore[no-any-return]
+    return array.__array_interface__["data"][0] % ALIGNMENT == 0  # type: ignore[no-any-return]
+
+
+def is_on_cpu(array: jax.Array) -> bool:
+    """Returns whether NumPy can read an array where it is."""
+    return next(iter(array.devices())).platform == "cpu" and not jnp.issubdtype(array.dtype, jax.dtypes.extended)
 
 
 def is_sparse(value: object) -> bool:
@@ -273,6 +288,32 @@ def _parts(value: np.ndarray | complex) -> tuple[Any, ...]:
     """Returns the real and the imaginary part of a complex value, and any other value unchanged."""
     is_complex = value.dtype.kind == "c" if isinstance(value, np.ndarray) else isinstance(value, complex)
     return (value.real, value.imag) if is_complex else (value,)
+
+
+_ODD_KINDS = (np.void, np.longdouble, np.clongdouble)
+
+
+def _usual(value: Any, name: str) -> Any:
+    """Returns an array whose numbers are in the byte order of another machine in that of this one.
+
+    Raises:
+      InputError: it is a structured array, or its numbers are longer than 64 bits.
+    """
+    dtype = value.dtype
+    if dtype.type is np.void:
+        fields = dtype.names or ("field",)
+        raise InputError(
+            f"{name} that is a structured array of dtype {dtype}",
+            "an array of JAX has numbers of one dtype.",
+            f"one array per field: {{{', '.join(f'{field!r}: x[{field!r}]' for field in fields)}}}",
+        )
+    if dtype.type in _ODD_KINDS:
+        raise InputError(
+            f"{name} of dtype {dtype}",
+            "an array of JAX holds numbers of at most 64 bits.",
+            'x.astype("complex128")' if dtype.kind == "c" else 'x.astype("float64")',
+        )
+    return value.astype(dtype.newbyteorder("="))
 
 
 def _is_wide() -> bool:

@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 from typing_extensions import override
 
 from phalanx._src.cluster.watch import membership, watch
+from phalanx._src.mesh.arrays import is_on_cpu
 from phalanx._src.mesh.devices import (
     default_devices,
     device_name,
@@ -323,10 +324,13 @@ class Topology:
             sums = jax.jit(_sums_of_rows, out_shardings=self.replicated)(self.put_per_replica(rows))
             return list(map(np.asarray, sums))
 
-    def join_per_replica(self, parts: Sequence[jax.Array]) -> jax.Array:
-        """Joins one array per local replica into an array `(num_replicas, ...)`. Copies arrays only if necessary."""
+    def join_per_replica(self, parts: Sequence[jax.Array | np.ndarray]) -> jax.Array:
+        """Joins one array per local replica into an array `(num_replicas, ...)`.
+
+        Arrays of CPUs are not copied. Those of other devices are copied there, because JAX has no views of them.
+        """
         pairs = zip(parts, self.local_replicas, strict=True)
-        placed = [jax.device_put(x, d)[None] for x, i in pairs for d in self.devices_of(i)]
+        placed = [_as_row(x, d) for x, i in pairs for d in self.devices_of(i)]
         return jax.make_array_from_single_device_arrays((self.num_replicas, *parts[0].shape), self.per_replica, placed)
 
     def exchange(self, values: np.ndarray) -> np.ndarray:
@@ -414,6 +418,17 @@ class Topology:
                 "a process can read only the shards on its own devices.",
                 "use a layout in one process, or no layout with several processes",
             )
+
+
+def _as_row(array: jax.Array | np.ndarray, device: jax.Device) -> jax.Array:
+    """Returns an array on a device with a new dim 0."""
+    row: jax.Array
+    if isinstance(array, np.ndarray) or is_on_cpu(array):
+        row = jax.device_put(np.asarray(array)[None], device)
+        return row
+    with process_dispatching():
+        row = jax.device_put(array, device)[None]
+    return row
 
 
 def _sums_of_rows(arrays: list[jax.Array]) -> list[jax.Array]:

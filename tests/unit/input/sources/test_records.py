@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from simulation import DATA, MOVES, SHAPES, assert_goes_on, assert_shared, batch_sizes, open_all, rows_of, take
 
 from phalanx._src.input.shard import InputWorker
+from phalanx._src.input.sources.base import Owner
 from phalanx._src.input.sources.records import ArrayRecords, NumpyDataset, SequenceRecords
 from phalanx.errors import InputError, InvalidArgumentError
 
@@ -108,9 +109,12 @@ def test_a_record_that_is_none():
 
 
 def test_arrays_of_jax():
-    """They are brought to the host once: a thread that slices them would run programs."""
-    (piece,) = take([ArrayRecords({"x": jnp.arange(3)}, 4).open(InputWorker(), DATA, None)])[0]
-    assert type(piece.parts[0]["x"]) is np.ndarray
+    """They stay on their device, and nobody writes to them."""
+    array = jnp.arange(3)
+    source = ArrayRecords({"x": array}, 4)
+    (piece,) = take([source.open(InputWorker(), DATA, None)])[0]
+    assert piece.parts[0]["x"].array is array
+    assert source.facts.owner is Owner.NOBODY
 
 
 def test_rows_are_not_copied():

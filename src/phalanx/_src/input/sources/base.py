@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The interface of sources and readers, and helpers that check and stack rows."""
 
+import enum
 import itertools
+import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,6 +42,19 @@ class Piece(NamedTuple):
     rows: int | None
 
 
+class Owner(enum.Enum):
+    """Who owns the memory of the batches that a source reads, and until when."""
+
+    CALLER = "caller"
+    """The caller, for ever: arrays and lists, to which the caller's code may write between two batches."""
+
+    UNTIL_READ = "until read"
+    """The caller, or a library, until the next read: a generator may write the next batch into the same arrays."""
+
+    NOBODY = "nobody"
+    """Nobody writes to it again: the reader has made it for this batch, or it cannot be written to."""
+
+
 class AbstractReader(ABC):
     """One pass of one worker over a source. Used by one thread at a time."""
 
@@ -64,7 +79,8 @@ class Facts:
       files: paths of the files that the source reads.
       has_random_access: whether a worker can read its own rows only.
       is_in_memory: whether the rows are in memory, so that reading is cheap and cannot fail.
-      is_borrowed: whether the arrays of a batch belong to the user or to a library that may change them after the read.
+      owner: who owns the memory of the batches.
+      batch_bytes: size of a batch in memory. 0 if it is unknown.
       whole: the facts about the source whose batches these are parts of. None if they are whole.
     """
 
@@ -75,7 +91,8 @@ class Facts:
     files: tuple[str, ...] = field(default=(), repr=False)
     has_random_access: bool = False
     is_in_memory: bool = False
-    is_borrowed: bool = False
+    owner: Owner = Owner.UNTIL_READ
+    batch_bytes: int = 0
     whole: "Facts | None" = None
 
 
@@ -215,21 +232,25 @@ def check_batch_size(batch_size: Any) -> int:
     return arguments.integer("batch_size", batch_size, most=2**31 - 1, kind=kind, hint="batch_size=64")
 
 
-def to_host(batch: PyTree, *, copy: bool = False) -> PyTree:
+def to_host(batch: PyTree) -> PyTree:
     """Returns a batch with NumPy arrays as leaves. JAX arrays are not converted.
 
     Args:
       batch: a pytree of arrays, or of tensors of another library.
-      copy: whether to copy the arrays, because their owner may write into them again.
 
     Raises:
       InputError: a leaf is not an array that JAX can hold.
     """
-    host = arrays.to_host(batch, "a batch")
-    return jax.tree.map(arrays.copied, host) if copy else host
+    return arrays.to_host(batch, "a batch")
+
+
+def size_of(batch: PyTree) -> int:
+    """Returns the number of bytes of the arrays of a batch in memory."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
 
 
 _NUM_ROWS = itemgetter(0)
+_NUMBERS, _OBJECT = "fiub", np.dtype(object)
 
 
 def num_rows(batch: PyTree) -> int:
@@ -247,7 +268,8 @@ def num_rows(batch: PyTree) -> int:
             "group the rows into batches first, or pass batch_size=64 for a dataset of single rows",
         )
     for leaf in leaves:
-        _check_numbers(leaf if hasattr(leaf, "dtype") else np.asarray(leaf))
+        if getattr(getattr(leaf, "dtype", _OBJECT), "kind", "f") not in _NUMBERS:
+            _check_numbers(leaf if hasattr(leaf, "dtype") else np.asarray(leaf))
     if len({*map(_NUM_ROWS, shapes)}) > 1:
         counts = sorted({*map(_NUM_ROWS, shapes)})
         raise InputError(

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sources of global batches. Every worker reads whole batches and keeps its own rows."""
 
-import dataclasses
 import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, final
 
-import jax
 from typing_extensions import override
 
 from phalanx._src.input.shard import InputWorker
@@ -17,16 +15,17 @@ from phalanx._src.input.sources.base import (
     AbstractSource,
     Batching,
     Facts,
+    Owner,
     Piece,
     State,
     check_count,
     num_rows,
     rows_of,
+    size_of,
     stack,
     state_entry,
     to_host,
 )
-from phalanx._src.mesh.arrays import copied
 from phalanx._src.options import AutoShardPolicy
 from phalanx.errors import InputError, shown
 from phalanx.typing import PyTree
@@ -55,7 +54,7 @@ class BatchSequence(AbstractSource):
     ) -> None:
         self._batches, self._drop = batches, drop_remainder
         self._at_begin, self._at_end = at_begin, at_end
-        self._facts = dataclasses.replace(facts, is_borrowed=True)
+        self._facts = facts
 
     @property
     @override
@@ -98,7 +97,7 @@ class BatchStream(AbstractSource):
       make: opens an iterator at the first batch.
       facts: what is known about the batches.
       drop_remainder: whether to drop batches that are shorter than an earlier one.
-      copies: whether to copy each batch, because the iterator may write the next one into the same arrays.
+      is_ready: whether the leaves of the batches are arrays that JAX can hold, so that they need not be converted.
       get_state: returns the position of such an iterator. None if iterators have no position.
       set_state: moves a new iterator to such a position. None to skip batches by reading them.
     """
@@ -109,11 +108,11 @@ class BatchStream(AbstractSource):
         facts: Facts,
         *,
         drop_remainder: bool = False,
-        copies: bool = False,
+        is_ready: bool = False,
         get_state: Callable[[Any], Any] | None = None,
         set_state: Callable[[Any, Any], object] | None = None,
     ) -> None:
-        self._make, self._facts, self._drop, self._copies = make, facts, drop_remainder, copies
+        self._make, self._facts, self._drop, self._is_ready = make, facts, drop_remainder, is_ready
         self._get_state, self._set_state = get_state, set_state
 
     @property
@@ -133,7 +132,9 @@ class BatchStream(AbstractSource):
             skipped = sum(1 for _ in itertools.islice(batches, start))
             check_count(start, "batch", skipped)
         get_state = None if self._get_state is None else lambda: self._get_state(batches)  # type: ignore[misc]
-        return _BatchReader(batches, worker, start, drop_remainder=self._drop, copies=self._copies, get_state=get_state)
+        return _BatchReader(
+            batches, worker, start, drop_remainder=self._drop, is_ready=self._is_ready, get_state=get_state
+        )
 
     def _restore(self, batches: PyTree, position: Any) -> None:
         assert self._set_state is not None
@@ -157,24 +158,24 @@ class _BatchReader(AbstractReader):
         position: int,
         *,
         drop_remainder: bool,
-        copies: bool = False,
+        is_ready: bool = False,
         get_state: Callable[[], Any] | None = None,
     ) -> None:
         self._batches, self._worker, self._position = batches, worker, position
-        self._drop, self._copies, self._get_state = drop_remainder, copies, get_state
+        self._drop, self._is_ready, self._get_state = drop_remainder, is_ready, get_state
         self._longest = 0
 
     @override
     def read(self) -> Piece | None:
         for batch in self._batches:
             self._position += 1
-            host = to_host(batch)
+            host = batch if self._is_ready else to_host(batch)
             rows = num_rows(host)
             self._longest = max(rows, self._longest)
             if self._drop and rows < self._longest:
                 continue
-            part = rows_of(host, self._worker.rows(rows), rows)
-            return Piece([jax.tree.map(copied, part) if self._copies else part], self._worker.shares(rows), rows)
+            part = host if self._worker.count == 1 else rows_of(host, self._worker.rows(rows), rows)
+            return Piece([part], self._worker.shares(rows), rows)
         return None
 
     @override
@@ -220,7 +221,7 @@ def stream_of_records(dataset: Any, batching: Batching) -> BatchStream:
       InputError: `batching` has no batch size.
     """
     size, opens = batching.require_size(dataset), opener(dataset)
-    facts = Facts(batch_size=size, is_full=batching.drop_remainder)
+    facts = Facts(batch_size=size, is_full=batching.drop_remainder, owner=Owner.NOBODY)
     return BatchStream(lambda: batched(opens(), size), facts, drop_remainder=batching.drop_remainder)
 
 
@@ -248,11 +249,14 @@ def batched(records: Iterable[Any], batch_size: int) -> Iterator[Any]:
 
 def sizes(batches: Sequence[Any]) -> Facts:
     """Returns the facts about batches in memory, whose sizes are all known."""
-    rows = [num_rows(to_host(batch)) for batch in batches]
+    host = list(map(to_host, batches))
+    rows = list(map(num_rows, host))
     largest = max(rows, default=None)
     return Facts(
         batch_size=largest,
         is_full=len(set(rows)) <= 1,
         num_batches=len(rows),
         num_records=sum(rows),
+        owner=Owner.CALLER,
+        batch_bytes=max(map(size_of, host), default=0),
     )

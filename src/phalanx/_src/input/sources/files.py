@@ -18,6 +18,7 @@ from phalanx._src.input.sources.base import (
     AbstractRows,
     AbstractSource,
     Facts,
+    Owner,
     Piece,
     State,
     check_batch_size,
@@ -126,7 +127,7 @@ class FileRecords(AbstractSource):
     @property
     @override
     def facts(self) -> Facts:
-        return Facts(batch_size=self._batch_size, is_full=self._drop, files=self._files.paths)
+        return Facts(batch_size=self._batch_size, is_full=self._drop, files=self._files.paths, owner=Owner.NOBODY)
 
     @override
     def resized(self, batch_size: int) -> "FileRecords":

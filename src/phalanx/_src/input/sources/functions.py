@@ -11,7 +11,18 @@ from typing_extensions import override
 
 from phalanx._src.input.shard import InputWorker
 from phalanx._src.input.sources.adapt import source_of
-from phalanx._src.input.sources.base import AbstractReader, AbstractSource, Facts, Piece, State, num_rows, state_entry
+from phalanx._src.input.sources.base import (
+    AbstractReader,
+    AbstractSource,
+    Facts,
+    Owner,
+    Piece,
+    State,
+    num_rows,
+    state_entry,
+)
+from phalanx._src.input.sources.rows import owned
+from phalanx._src.mesh.memory import Pool
 from phalanx._src.options import AutoShardPolicy, InputOptions, InputReplicationMode
 from phalanx.errors import InputError, InvalidArgumentError, arguments
 from phalanx.typing import PyTree
@@ -89,6 +100,8 @@ class FunctionSource(AbstractSource):
         calls = worker.replicas if per_replica else 1
         on_device = options.experimental_place_dataset_on_device
         self._devices = list(devices) if on_device and devices else [None] * calls
+        # The next batch of a step may then be written into the arrays of the first.
+        self._reads_in_turn = calls < worker.replicas
         self._sources = []
         for call, device in enumerate(self._devices[:calls]):
             context = InputContext(worker.count * calls, worker.index * calls + call, worker.num_replicas)
@@ -98,7 +111,11 @@ class FunctionSource(AbstractSource):
     @property
     @override
     def facts(self) -> Facts:
-        return Facts(is_borrowed=any(source.facts.is_borrowed for source in self._sources))
+        facts = [source.facts for source in self._sources]
+        owners, size = {each.owner for each in facts}, sum(each.batch_bytes for each in facts)
+        if Owner.CALLER in owners:
+            return Facts(owner=Owner.CALLER, batch_bytes=size)
+        return Facts(owner=Owner.UNTIL_READ if self._borrows and not self._reads_in_turn else Owner.NOBODY)
 
     @override
     def open(self, worker: InputWorker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
@@ -110,15 +127,29 @@ class FunctionSource(AbstractSource):
                 "restore the position on as many replicas as it was saved on",
             )
         readers = [s.open(InputWorker(), policy, x) for s, x in zip(self._sources, states, strict=True)]
-        return _FunctionReader(readers, self._devices, worker)
+        return _FunctionReader(readers, self._devices, worker, copies=self._borrows and self._reads_in_turn)
+
+    @property
+    def _borrows(self) -> bool:
+        return any(source.facts.owner is Owner.UNTIL_READ for source in self._sources)
 
 
 @final
 class _FunctionReader(AbstractReader):
-    """Reads one per-replica batch per local replica. With fewer readers than replicas, they are read in turn."""
+    """Reads one per-replica batch per local replica. With fewer readers than replicas, they are read in turn.
 
-    def __init__(self, readers: Sequence[AbstractReader], devices: Sequence[Any], worker: InputWorker) -> None:
+    Args:
+      readers: one for all replicas, or one per replica.
+      devices: the default devices of the readers.
+      worker: this worker.
+      copies: whether to copy each batch, because the next read of a step may be written into the same arrays.
+    """
+
+    def __init__(
+        self, readers: Sequence[AbstractReader], devices: Sequence[Any], worker: InputWorker, *, copies: bool
+    ) -> None:
         self._readers, self._devices, self._worker = readers, devices, worker
+        self._copies, self._pool = copies, Pool()
 
     @override
     def read(self) -> Piece | None:
@@ -136,7 +167,10 @@ class _FunctionReader(AbstractReader):
     def _read(self, number: int) -> PyTree:
         with _default_device(self._devices[number]):
             piece = self._readers[number].read()
-        return None if piece is None else piece.parts[0]
+        if piece is None:
+            return None
+        part = piece.parts[0]
+        return jax.tree.map(lambda leaf: owned(leaf, self._pool), part) if self._copies else part
 
     @override
     def get_state(self) -> State:

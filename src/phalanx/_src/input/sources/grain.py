@@ -31,7 +31,7 @@ def convert(dataset: Any, batching: Batching, grain: Any) -> AbstractSource | No
         return None
     return BatchStream(
         lambda: iter(dataset),
-        Facts(batch_size=size, is_full=drop, is_borrowed=True),
+        Facts(batch_size=size, is_full=drop),
         drop_remainder=drop,
         get_state=lambda iterator: iterator.get_state(),
         set_state=lambda iterator, state: iterator.set_state(state),

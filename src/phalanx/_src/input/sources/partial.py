@@ -24,7 +24,8 @@ from phalanx._src.input.sources.base import (
     num_rows,
     rows_of,
 )
-from phalanx._src.mesh.arrays import copied
+from phalanx._src.input.sources.rows import owned, read
+from phalanx._src.mesh.memory import Pool
 from phalanx._src.options import AutoShardPolicy
 from phalanx.typing import PyTree
 
@@ -114,6 +115,7 @@ class _PartialReader(AbstractReader):
         self._before = reader.get_state()
         self._rows = self._used = 0
         self._longest = 0
+        self._pool = Pool()
 
     def skip(self, rows: int) -> None:
         """Leaves out the first rows of the first batch."""
@@ -136,10 +138,10 @@ class _PartialReader(AbstractReader):
         batch = self._rest(count)
         while (rows := num_rows(batch)) < count:
             # The next batch may be written into the same arrays.
-            batch = jax.tree.map(copied, batch)
+            batch = jax.tree.map(lambda leaf: owned(leaf, self._pool), batch)
             if not self._load() or _row(self._batch) != _row(batch):
                 break
-            batch = jax.tree.map(_joined, batch, self._rest(count - rows))
+            batch = jax.tree.map(_joined, batch, jax.tree.map(read, self._rest(count - rows)))
         return batch
 
     def _rest(self, most: int) -> PyTree:

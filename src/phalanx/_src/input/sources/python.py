@@ -88,7 +88,7 @@ def _batches(dataset: Any, drop: bool) -> AbstractSource:
             "pass batch_size=64 for a pytree of arrays",
         )
     facts = Facts(num_batches=length_of(dataset), is_full=drop)
-    return BatchStream(opener(dataset), facts, drop_remainder=drop, copies=True)
+    return BatchStream(opener(dataset), facts, drop_remainder=drop)
 
 
 def _is_tree(dataset: Any) -> bool:

@@ -19,14 +19,17 @@ from phalanx._src.input.sources.base import (
     AbstractRows,
     AbstractSource,
     Facts,
+    Owner,
     Piece,
     State,
     check_batch_size,
     check_count,
     num_rows,
+    size_of,
     stack,
     state_entry,
 )
+from phalanx._src.input.sources.rows import Rows
 from phalanx._src.mesh.arrays import to_host, to_numpy
 from phalanx._src.options import AutoShardPolicy
 from phalanx.errors import InputError, arguments
@@ -62,6 +65,7 @@ class AbstractRecords(AbstractSource):
             num_batches=INFINITE if infinite else batches,
             num_records=None if infinite else n,
             has_random_access=True,
+            owner=Owner.NOBODY,
         )
 
     @override
@@ -110,20 +114,21 @@ class ArrayRecords(AbstractRecords):
     """The rows of a pytree of arrays (rows, ...) in memory. See `AbstractRecords` for the other arguments."""
 
     def __init__(self, arrays: Any, batch_size: int, *, drop_remainder: bool = False) -> None:
-        # Copy JAX arrays to the host once, because slicing one runs a program per batch.
-        leaves, self._tree = jax.tree.flatten(to_host(arrays, "the dataset"))
-        self._leaves = [np.asarray(x) for x in leaves]
+        self._leaves, self._tree = jax.tree.flatten(to_host(arrays, "the dataset"))
         super().__init__(num_rows(self._leaves), batch_size, drop_remainder=drop_remainder)
 
     @property
     @override
     def facts(self) -> Facts:
-        return dataclasses.replace(super().facts, is_in_memory=True, is_borrowed=True)
+        owner = Owner.CALLER if any(isinstance(x, np.ndarray) for x in self._leaves) else Owner.NOBODY
+        size = size_of(self._leaves) * self.batch_size // max(1, self.num_records)
+        return dataclasses.replace(super().facts, is_in_memory=True, owner=owner, batch_bytes=size)
 
     @override
     def records(self, start: int, stop: int) -> PyTree:
         tree: Any = self._tree
-        return tree.unflatten([x[start:stop] for x in self._leaves])
+        rows = slice(start, stop)
+        return tree.unflatten([x[rows] if isinstance(x, np.ndarray) else Rows(x, rows) for x in self._leaves])
 
 
 @final

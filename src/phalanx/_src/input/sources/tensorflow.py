@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from phalanx._src.input.sources.base import AbstractSource, Batching, Facts
+from phalanx._src.input.sources.base import AbstractSource, Batching, Facts, Owner
 from phalanx._src.input.sources.batches import BatchStream
 
 
@@ -21,5 +21,6 @@ def convert(dataset: Any, batching: Batching, tf: Any) -> AbstractSource | None:
         batch_size=shapes[0][0] if static else size,
         is_full=static or drop,
         num_batches=int(dataset.cardinality()),
+        owner=Owner.NOBODY,
     )
     return BatchStream(dataset.as_numpy_iterator, facts, drop_remainder=drop)

@@ -17,7 +17,7 @@ def convert(dataset: Any, batching: Batching, torch: Any) -> AbstractSource | No
     if isinstance(dataset, data.DataLoader):
         batching.refuse_size(dataset)
         is_full = drop or bool(dataset.batch_size and dataset.drop_last)
-        facts = Facts(num_batches=length_of(dataset), is_full=is_full, is_borrowed=True)
+        facts = Facts(num_batches=length_of(dataset), is_full=is_full)
         return BatchStream(lambda: iter(dataset), facts, drop_remainder=drop)
     if isinstance(dataset, data.IterableDataset):
         return stream_of_records(dataset, batching)

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Rows of an array that were chosen and not yet read, so that they are written once, to where they are needed."""
+
+import functools
+from typing import Any, final
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from numpy.typing import DTypeLike
+
+from phalanx._src.mesh.arrays import is_on_cpu
+from phalanx._src.mesh.memory import Pool
+from phalanx._src.runtime.dispatch import process_dispatching
+
+
+@final
+class Rows:
+    """Rows of an array. A leaf of a batch, beside NumPy and JAX arrays.
+
+    Args:
+      array: all rows: a NumPy array, whose owner is that of the batch, or a JAX array, to which nobody writes.
+      index: the chosen rows, as a slice from a number to a number, or as an array of integers.
+      dtype: the dtype in which the rows are wanted. None for that of the array.
+    """
+
+    __slots__ = ("array", "dtype", "index", "shape")
+
+    def __init__(self, array: Any, index: slice | np.ndarray, dtype: DTypeLike | None = None) -> None:
+        self.array, self.index, self.dtype = array, index, array.dtype if dtype is None else np.dtype(dtype)
+        count = index.stop - index.start if isinstance(index, slice) else len(index)
+        self.shape = (count, *array.shape[1:])
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def __getitem__(self, part: slice) -> "Rows":
+        """Returns some of the rows, which are not read either."""
+        start, stop, _ = part.indices(len(self))
+        index, stop = self.index, max(start, stop)
+        chosen = slice(index.start + start, index.start + stop) if isinstance(index, slice) else index[start:stop]
+        return Rows(self.array, chosen, self.dtype)
+
+    @property
+    def is_on_host(self) -> bool:
+        """Whether NumPy reads the rows without a copy of the whole array."""
+        return not isinstance(self.array, jax.Array) or is_on_cpu(self.array)
+
+    def read(self) -> Any:
+        """Returns the rows as a NumPy array or, if they are on a device other than a CPU, as a JAX array on that device.
+
+        Consecutive rows are not copied on the host.
+        """
+        if self.is_on_host:
+            return np.asarray(self.array)[self.index].astype(self.dtype, copy=False)
+        with process_dispatching():
+            if isinstance(self.index, slice):
+                return _consecutive(self.array, self.index.start, len(self), self.dtype)
+            return _taken(self.array, self.index, self.dtype)
+
+    def write(self, out: np.ndarray) -> None:
+        """Writes the rows into `out`, which has their shape. They must be on the host."""
+        array, index = np.asarray(self.array), self.index
+        # `take` copies an array that is not contiguous as a whole, and casts in a copy. With mode="raise" it writes to a copy
+        # of `out` first.
+        if isinstance(index, np.ndarray) and array.flags.c_contiguous and out.dtype == array.dtype:
+            np.take(array, index, axis=0, out=out, mode="clip")
+        else:
+            out[...] = array[index]
+
+
+def read(leaf: Any) -> Any:
+    """Returns a leaf of a batch as an array, which may share the memory of its owner."""
+    return leaf.read() if isinstance(leaf, Rows) else leaf
+
+
+def copy(out: np.ndarray, leaf: Any) -> None:
+    """Writes a leaf of a batch into an array of the host."""
+    if isinstance(leaf, Rows):
+        leaf.write(out)
+    else:
+        out[...] = leaf
+
+
+def owned(leaf: Any, pool: Pool) -> Any:
+    """Returns a copy of a leaf, to which nobody else writes. JAX arrays cannot change, so they are not copied."""
+    if isinstance(leaf, jax.Array) or (isinstance(leaf, Rows) and not leaf.is_on_host):
+        return read(leaf)
+    array = pool.empty((1, *leaf.shape), leaf.dtype)[0]
+    copy(array, leaf)
+    return array
+
+
+# One program for all batches: the first row is an argument.
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _consecutive(array: jax.Array, start: int, count: int, dtype: Any) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(array, start, count).astype(dtype)
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _taken(array: jax.Array, index: np.ndarray, dtype: Any) -> jax.Array:
+    return jnp.take(array, index, axis=0).astype(dtype)
