@@ -31,6 +31,11 @@ class Record:
         self._order, self._hurry = self._file.path.with_suffix(".do"), folder / "hurry"
         self._strategy, self._optimizer = strategy, optimizer
 
+    @property
+    def order(self) -> str | None:
+        """What the parent has ordered."""
+        return self._order.read_text() if self._order.exists() else None
+
     def note(self) -> None:
         """Writes down that a step is finished, and does what the parent has ordered."""
         member = membership.own()
@@ -40,16 +45,15 @@ class Record:
         # Longer and longer, so that the training lasts until the parent has done what it wants, on a busy machine too.
         if not self._hurry.exists():
             time.sleep(float(os.environ["PAUSE_S"]) * (1 + int(self._optimizer.iterations.value) / 20))
-        if self._order.exists():
-            match self._order.read_text():
-                case "raise":
-                    raise ValueError("the parent has ordered it")
-                case "leave":
-                    sys.exit(3)
-                case "memory":
-                    self._held = b"x" * (1 << 32)
-                case _:
-                    os._exit(3)
+        match self.order:
+            case "raise":
+                raise ValueError("the parent has ordered it")
+            case "leave":
+                sys.exit(3)
+            case "memory":
+                self._held = b"x" * (1 << 32)
+            case "exit":
+                os._exit(3)
 
 
 class Noting(keras.callbacks.Callback):

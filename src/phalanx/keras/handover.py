@@ -6,7 +6,7 @@ The state of a callback is what its `get_state` returns, or else all attributes 
 """
 
 import json
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -45,6 +45,7 @@ class Run:
       progress: progress of the training run.
       epochs: the number of epochs.
       validation_freq: after which epochs the validation runs.
+      writers: classes of callbacks that only the chief runs.
       training: continues the training run if processes are lost. None if the group does not change.
       fresh: the marks that callbacks had when they were fresh, also those of earlier calls of `fit`.
     """
@@ -56,9 +57,12 @@ class Run:
     progress: FitProgress
     epochs: int
     validation_freq: int | Collection[int]
+    writers: tuple[type[Callback], ...]
     training: Training | None
     fresh: IdentityMap[Marks] = field(default_factory=IdentityMap)
-    _counters: list[dict[str, Any]] = field(default_factory=list, init=False)
+    _counters: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
+    # The epoch, and how many callbacks were called at its end, when the chief sent the counters of the writers.
+    _written: list[int] = field(default_factory=lambda: [-1, 0], init=False)
 
     def begin_epoch(self, epoch: int) -> None:
         """Calls `on_epoch_begin`, unless the callbacks were already called for this epoch."""
@@ -81,16 +85,22 @@ class Run:
         if epoch < self.training.told[0]:
             return
         local_callbacks = self.hooks.callbacks
+        if self.training.told[0] == epoch:
+            self.progress.called = max(self.progress.called, self.training.told[2])
         # All processes use the user's order, because callbacks may communicate.
         for callback in self.callbacks[self.progress.called :]:
             if _is_among(callback, local_callbacks):
                 callback.on_epoch_end(epoch, logs)
-            self.progress.called += 1
+            self._count_call(self.training)
         if self.progress.called == len(self.callbacks):
             for callback in local_callbacks:
                 if not _is_among(callback, self.callbacks):
                     callback.on_epoch_end(epoch, logs)
-            self.progress.called += 1
+            self._count_call(self.training)
+
+    def _count_call(self, training: Training) -> None:
+        self.progress.called += 1
+        training.end_callbacks(self.progress.called)
 
     def note_fresh(self) -> None:
         """Remembers what callbacks are like that have not trained before. Call it after `on_train_begin`."""
@@ -99,34 +109,48 @@ class Run:
                 self.fresh[callback] = _marks_of(callback)
 
     def share_counters(self, topology: Topology, *, has_arrays: bool = False) -> None:
-        """Sends the counters of the chief's callbacks to all processes.
+        """Sends the counters of callbacks to all processes: those of the process that has the position, and of the chief's writers.
 
         Args:
           topology: the devices of all processes.
           has_arrays: whether to include arrays, such as the best weights so far. They are large, and only a process that started
             later needs them.
         """
-        payload = b""
-        if topology.worker_index == 0:
-            fresh = ((callback, self.fresh.get(callback) or {}) for callback in self._all())
-            payload = text.packed([_counters_of(c, has_arrays=has_arrays, fresh=marks) for c, marks in fresh])
-        self._counters = text.unpacked(exchange_bytes(payload, topology.exchange)[0])
+        rank, source, counters = topology.worker_index, self.training.source if self.training else 0, {}
+        for i, callback in enumerate(self._all()):
+            if rank == (0 if isinstance(callback, self.writers) else source):
+                fresh = self.fresh.get(callback) or {}
+                counters[str(i)] = _counters_of(callback, has_arrays=has_arrays, fresh=fresh)
+        written = [self.training.told[0], self.training.told[2]] if self.training else [-1, 0]
+        received = exchange_bytes(text.packed([written, counters]) if counters else b"", topology.exchange)
+        (self._written, of_chief), (_, of_source) = (
+            text.unpacked(received[r] or text.packed([[-1, 0], {}])) for r in (0, source)
+        )
+        self._counters = {**of_source, **of_chief}
 
-    def take_counters(self) -> None:
-        """Sets the counters of all callbacks to the last shared values, and names what could not be shared."""
-        for callback, counters in zip(self._all(), self._counters, strict=False):
+    def take_counters(self, *, is_new: bool) -> None:
+        """Sets the counters of all callbacks to the last shared values.
+
+        Args:
+          is_new: whether this process has just started, so that it needs what could not be shared. That is named.
+        """
+        for i, callback in enumerate(self._all()):
+            # A writer that does not run here stays fresh until `promote`. Otherwise, what it takes now would not count as a change.
+            if not _is_among(callback, self.hooks.callbacks):
+                continue
+            counters = self._counters[str(i)]
             _set_counters(callback, counters)
-            if counters["unsent"] and not _is_built_in(callback):
+            if is_new and counters["unsent"] and not _is_built_in(callback):
                 warn_of_slip(
                     f"This process has joined a training, but {listed(counters['unsent'])} of {type(callback).__name__} cannot be sent "
                     "to it, so the callback may act differently here.",
                     "get_state(), which returns numbers, text, arrays or containers of these, and set_state(state), in the callback",
                 )
 
-    def promote(self, is_writer: Callable[[Callback], bool]) -> None:
+    def promote(self) -> None:
         """Adds the callbacks that only the chief runs, because this process has become the chief."""
         for i, callback in enumerate(self.callbacks):
-            if not is_writer(callback) or _is_among(callback, self.hooks.callbacks):
+            if not isinstance(callback, self.writers) or _is_among(callback, self.hooks.callbacks):
                 continue
             if isinstance(callback, keras.callbacks.CSVLogger):
                 callback.append = True  # The rows of the former chief stay in the file.
@@ -135,10 +159,17 @@ class Run:
             callback.set_model(self.hooks.model)
             callback.on_train_begin()
             self.fresh[callback] = _marks_of(callback)
-            if i < len(self._counters):
-                _set_counters(callback, self._counters[i])
+            if str(i) in self._counters:
+                _set_counters(callback, self._counters[str(i)])
             if self.training is not None and self.training.told[0] >= 0:
                 callback.on_epoch_begin(self.training.told[0])
+                self._repeat_end(i, callback)
+
+    def _repeat_end(self, i: int, callback: Callback) -> None:
+        """Calls a writer for the end of the present epoch if the former chief has died before it could say that it had done so."""
+        epoch, results = self.progress.epoch, self.progress.results
+        if results is not None and self.progress.called > i and self._written < [epoch, i + 1]:
+            callback.on_epoch_end(epoch, results)
 
     def _all(self) -> list[Callback]:
         return [*self.callbacks, self.hooks.model.history]

@@ -129,7 +129,16 @@ class ModelTrainer:
                 progress.begin(progress.epoch or compat.first_epoch(model, initial_epoch))
                 most, fresh = _capped(epochs), self._fresh
                 run = Run(
-                    data, validation, hooks, self._user_callbacks, progress, most, validation_freq, training, fresh
+                    data,
+                    validation,
+                    hooks,
+                    self._user_callbacks,
+                    progress,
+                    most,
+                    validation_freq,
+                    _WRITERS,
+                    training,
+                    fresh,
                 )
                 try:
                     logs = self._epochs(run, interrupts) if training is None else self._elastic_epochs(run, interrupts)
@@ -157,14 +166,14 @@ class ModelTrainer:
                 results = {}
                 if run.validation is not None and compat.is_evaluated(model, epoch, run.validation_freq):
                     results = self._evaluate(run.validation, run.hooks, interrupts)
-                if run.training is not None:
-                    run.share_counters(self._topology)
                 progress.results = progress.logs | {f"val_{name}": value for name, value in results.items()}
             # `pythonify_logs` of Keras 3.15 catches every exception of `float(value)`, including one that a signal
             # handler raises, so hold signals back until the callbacks have run.
             with interrupts.held():
                 self._read_on_demand()
                 run.end_epoch(epoch, progress.results)
+            if run.training is not None:
+                run.share_counters(self._topology)
             if settle_epoch(model, run.hooks.callbacks, self._topology, epoch):
                 break
         return progress.results or {}
@@ -189,11 +198,12 @@ class ModelTrainer:
             try:
                 if training.has_changed:
                     if self._topology.is_chief:
-                        run.promote(lambda callback: isinstance(callback, _WRITERS))
+                        run.promote()
                     run.share_counters(self._topology, has_arrays=True)
-                    if is_new:
-                        run.take_counters()
-                    is_new = training.has_changed = False
+                    if is_new or training.is_behind:
+                        run.take_counters(is_new=is_new)
+                    training.catch_up()
+                    is_new = False
                 logs = self._epochs(run, interrupts)
                 training.finish()
                 break

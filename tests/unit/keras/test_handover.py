@@ -12,6 +12,8 @@ from phalanx.errors import SlipWarning
 from phalanx.keras.backup import FitProgress
 from phalanx.keras.handover import Run
 
+WRITERS = (keras.callbacks.CSVLogger, keras.callbacks.ModelCheckpoint)
+
 
 @pytest.fixture
 def run_of():
@@ -24,7 +26,7 @@ def run_of():
         hooks = keras.callbacks.CallbackList(list(given), add_history=True, model=model)
         progress = FitProgress(None, None, strategy.topology, lambda: None)
         hooks.on_train_begin()
-        run = Run(None, None, hooks, given, progress, 1, 1, None)
+        run = Run(None, None, hooks, given, progress, 1, 1, WRITERS, None)
         run.note_fresh()
         return run, strategy.topology
 
@@ -47,7 +49,7 @@ def joined(run_of):
         train(run.callbacks[0])
         run.share_counters(topology, has_arrays=True)
         newcomer._counters = run._counters
-        newcomer.take_counters()
+        newcomer.take_counters(is_new=True)
         return run.callbacks[0], newcomer.callbacks[0]
 
     return join
@@ -63,7 +65,7 @@ def test_counters_arrive_in_the_run(run_of, has_arrays):
     counter.weights, history.history = [np.zeros((2, 2), "float32")], {"loss": [1.0]}
     run.share_counters(topology, has_arrays=has_arrays)
     counter.number, counter.best, counter.words, counter.weights, history.history = 0, 0, {}, None, {}
-    run.take_counters()
+    run.take_counters(is_new=True)
     assert (counter.number, float(counter.best), counter.words) == (4, 0.25, {"b": [2, None]})
     assert counter.function is print
     if has_arrays:
@@ -157,8 +159,26 @@ def test_callback_that_has_trained_before(run_of):
     again.note_fresh()
     again.share_counters(topology)
     counter.number = 3
-    again.take_counters()
+    again.take_counters(is_new=True)
     assert counter.number == 7
+
+
+def test_writer_goes_from_chief_to_chief(run_of, tmp_path):
+    """Each of them has joined after the last one, and knows what the first one has found to be the best."""
+    runs = []
+    for number in range(3):
+        run, topology = run_of(keras.callbacks.ModelCheckpoint(tmp_path / "best.keras", save_best_only=True))
+        (writer,) = run.callbacks
+        if runs:
+            run.hooks.callbacks.remove(writer)
+            run._counters = runs[-1]._counters
+            run.take_counters(is_new=True)
+            run.promote()
+        else:
+            writer.on_epoch_end(0, {"val_loss": 0.5})
+        assert writer.best == 0.5, number
+        run.share_counters(topology)
+        runs.append(run)
 
 
 def test_new_chief_writes_on(run_of, tmp_path):
@@ -169,7 +189,7 @@ def test_new_chief_writes_on(run_of, tmp_path):
     file.write_text("epoch,loss\n0,1.0\n")
     run.share_counters(topology)
     run.hooks.callbacks.remove(logger)
-    run.promote(lambda callback: callback is logger)
+    run.promote()
     assert any(callback is logger for callback in run.hooks.callbacks)
     logger.on_epoch_end(1, {"loss": 0.5})
     logger.on_train_end()

@@ -227,7 +227,7 @@ def _elastic_results(step: Callable[[Any], T], loop: _Loop, training: Training) 
                 training.finish()
                 return
             if training.has_changed:
-                training.has_changed = False
+                training.catch_up()
                 if isinstance(step, Function):
                     step.prepare(*batch)  # Then all variables exist, and are copied.
             is_new = training.begin_steps(loop.begun)

@@ -83,7 +83,10 @@ class Training:
 
     Attributes:
       step: number of steps that it has made.
-      told: the epoch, and the number of its steps, reported to the user's code. Repeated steps are not reported again.
+      told: the epoch, the number of its steps, and the number of callbacks at its end, reported to the user's code. What is repeated is not
+        reported again.
+      source: rank of the process from which the others have taken the position.
+      is_behind: whether this process had reported less to the user's code than the source when they met. `catch_up` ends it.
       has_changed: whether this process is in a new group, which the caller has not taken note of yet.
     """
 
@@ -98,8 +101,10 @@ class Training:
         self.step, self._due, self._every = 0, 0, strategy.elastic.copy_every or _FIRST_EVERY
         # How often to copy according to the measurements of this process, and the binary digits of the step of the last agreement.
         self._wanted, self._agreed = self._every, 0
-        self.told, self.has_changed = [-1, 0], True
-        self._end = [-1, 0]
+        self.told, self.has_changed = [-1, 0, 0], True
+        self.source, self.is_behind = 0, False
+        self._end = [-1, 0, 0]
+        self._told_by_source = self.told
         self._is_inside, self._steps_to_collect, self._clean = False, 0, 0
         self._began_s, self._step_s = 0.0, float("inf")
         self._call = next(_calls)
@@ -191,7 +196,7 @@ class Training:
         if self._is_due():
             self.keep()
         self._began_s = time.perf_counter()
-        self._end = [self._progress.stage[0], end]
+        self._end = [self._progress.stage[0], end, 0]
         return self._end > self.told
 
     @property
@@ -323,7 +328,8 @@ class Training:
         self._progress.move(topology)
         self._progress.set_position(position)
         self.step, self._brought = step, None
-        self.told = max(self.told, theirs) if self.told[0] == theirs[0] else theirs
+        # Only `catch_up` changes `told`, so that it always fits what the user's code of this process has been told.
+        self.source, self._told_by_source, self.is_behind = generation.source, theirs, self.told < theirs
         self._is_inside, self._due, self.has_changed = False, self.step, True
         self._agreed = self.step.bit_length()
         # Not after the first step, because the others wait for it.
@@ -331,6 +337,14 @@ class Training:
 
     def begin_epoch(self, epoch: int) -> bool:
         """Records that an epoch begins. Returns whether it has not been reported to the user's code yet."""
-        is_new = [epoch, 0] > self.told
-        self.told = max(self.told, [epoch, 0])
+        is_new = [epoch, 0, 0] > self.told
+        self.told = max(self.told, [epoch, 0, 0])
         return is_new
+
+    def end_callbacks(self, count: int) -> None:
+        """Records that so many callbacks were called at the end of the present epoch."""
+        self.told = [*self.told[:2], count]
+
+    def catch_up(self) -> None:
+        """Records that the user's code of this process is as far as that of the source. Call it in a new group, before the first step."""
+        self.told, self.is_behind, self.has_changed = max(self.told, self._told_by_source), False, False
