@@ -198,6 +198,21 @@ def test_fit_and_loop_are_the_same():
     np.testing.assert_allclose([float(step(batch)) for batch in batches], losses[6:], rtol=1e-5)
 
 
+@pytest.mark.parametrize("choice", CHOICES, ids=str)
+def test_step_that_is_not_finite_leaves_nothing_behind(choice):
+    """One bad row of one replica spoils one step. What the replicas keep stays as it was, so later steps are good again."""
+    model, bad = classifier(strategy_with(choice)), X.copy()
+    first, *_ = fit(model, 2)
+    weights, kept = model.get_weights(), unsent_of(model)
+    bad[0], bad[1] = np.nan, np.inf
+    model.fit(bad, Y, batch_size=64, shuffle=False, verbose=0)
+    assert any(np.isnan(x).any() for x in model.get_weights())
+    for x, y in zip(unsent_of(model), kept, strict=True):
+        np.testing.assert_array_equal(x, y)
+    model.set_weights(weights)
+    assert fit(model, 3)[-1] < first
+
+
 def test_accumulated_gradients_are_compressed_once():
     """In the step that applies them. Steps before the start of a compression are updates, not batches."""
     make = lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=3)  # noqa: E731

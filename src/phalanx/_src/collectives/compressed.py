@@ -44,7 +44,7 @@ class CompressedSum:
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             raise InvalidArgumentError(
                 f"{type(optimizer).__name__} under a strategy with compression",
-                "steps whose gradients overflow would spoil what the replicas keep for the next one.",
+                "what the replicas keep for the next step would be wrong by a factor when the scale changes.",
                 "the dtype policy mixed_bfloat16, whose losses need no scale",
             )
         self._compression, self._is_alone, self._whole = compression, whole is None, whole or list
@@ -89,7 +89,12 @@ class CompressedSum:
             if self._is_alone:
                 return inputs, [*map(jnp.zeros_like, unsent), *state[count:]]
             output = self._compression.sum(inputs, state[count:])
-            return output.totals, [*(output.unsent if unsent else []), *output.hints]
+            # What is not finite would stay in all later gradients. A step that has such numbers leaves everything as it was.
+            is_finite = _are_finite([*output.totals, *output.hints])
+            keeps = is_finite & _are_finite(output.unsent)  # Only this replica has `unsent`. All have equal hints.
+            new_unsent = [jnp.where(keeps, new, old) for new, old in zip(output.unsent, unsent, strict=False)]
+            new_hints = [jnp.where(is_finite, new, old) for new, old in zip(output.hints, state[count:], strict=True)]
+            return output.totals, [*new_unsent, *new_hints]
 
         if not self._compression.start_step:
             return compressed()
@@ -98,6 +103,10 @@ class CompressedSum:
             is_early, lambda: (self._whole(arrays), state), compressed
         )
         return result
+
+
+def _are_finite(arrays: Sequence[jax.Array]) -> jax.Array:
+    return jnp.array([jnp.isfinite(x).all() for x in arrays], bool).all()
 
 
 def _is_compressed(compression: Compression, gradient: jax.Array) -> bool:
