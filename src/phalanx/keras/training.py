@@ -62,7 +62,6 @@ class ModelTrainer:
         self._test = self._program(steps.test)
         self._predict = self._program(steps.predict)
         self._hears_batches = False
-        self._user_callbacks: list[keras.callbacks.Callback] = []
         self._training: Training | None = None
         self._fresh: IdentityMap[Marks] = IdentityMap()
 
@@ -113,7 +112,7 @@ class ModelTrainer:
             self._build(data, "train")
             data.restart()
             progress = FitProgress(data, validation, self._topology, self._settle)
-            self._training = training = training_of(self._strategy, progress)
+            training = training_of(self._strategy, progress)
             if training is not None and training.is_over:
                 model.history = keras.callbacks.History()
                 return model.history
@@ -132,7 +131,7 @@ class ModelTrainer:
                     data,
                     validation,
                     hooks,
-                    self._user_callbacks,
+                    _in_order(callbacks),
                     progress,
                     most,
                     validation_freq,
@@ -140,9 +139,11 @@ class ModelTrainer:
                     training,
                     fresh,
                 )
+                self._training = training
                 try:
                     logs = self._epochs(run, interrupts) if training is None else self._elastic_epochs(run, interrupts)
                 finally:
+                    self._training = None  # It holds the data.
                     # Replaces the weights by their moving averages if the optimizer has `use_ema`, as Keras does.
                     if epochs > 0 and model.optimizer is not None:
                         compat.finalize(model.optimizer, model.trainable_weights)
@@ -448,10 +449,7 @@ class ModelTrainer:
 
         With several processes, only the first one writes to the terminal and to files.
         """
-        flat = [c for c in keras.tree.flatten(callbacks) if c is not None]
-        # This backup may end the program after a batch, so the other callbacks must be called first.
-        user_callbacks = sorted(flat, key=lambda c: isinstance(c, BackupAndRestore) and c.saves_before_preemption)
-        self._user_callbacks = user_callbacks
+        user_callbacks = _in_order(callbacks)
         if _any_of(user_callbacks, keras.callbacks.TensorBoard) and importlib.util.find_spec("tensorflow") is None:
             raise MissingDependencyError(
                 "keras.callbacks.TensorBoard",
@@ -493,6 +491,13 @@ class ModelTrainer:
         except BaseException:
             compat.stop_callbacks(hooks)
             raise
+
+
+def _in_order(callbacks: Callbacks) -> list[keras.callbacks.Callback]:
+    """Returns the callbacks of the user in the order in which they are called."""
+    flat = [c for c in keras.tree.flatten(callbacks) if c is not None]
+    # This backup may end the program after a batch, so the other callbacks must be called first.
+    return sorted(flat, key=lambda c: isinstance(c, BackupAndRestore) and c.saves_before_preemption)
 
 
 def _any_of(callbacks: Callbacks, kind: type) -> bool:

@@ -1,10 +1,15 @@
 """`fit`, `evaluate` and `predict` of what is special, against Keras's own trainer on one device. Models of all kinds: the law of `fit`."""
 
+import gc
+import weakref
+
 import keras
 import numpy as np
 import pytest
 from keras import layers
 from twins import CLASSES, FIT, ROWS, WEIGHTS, X, Y, compiled, replicas, same, same_fit, under
+
+import phalanx
 
 pytestmark = pytest.mark.slow
 
@@ -83,3 +88,29 @@ def test_predict_returns_the_rows_in_order(count, k):
     expected = np.asarray(model(X[:9]))
     for rows in range(1, 10):
         same(model.predict(X[:rows], batch_size=4, verbose=0), expected[:rows])
+
+
+def test_dropped_model_is_freed(strategy, tmp_path):
+    """With its optimizer, its variables, its programs and its callbacks, after all methods with callbacks of every kind."""
+    kinds = keras.callbacks
+    callbacks = [
+        kinds.LambdaCallback(on_epoch_end=lambda epoch, logs: None),
+        kinds.EarlyStopping("loss", restore_best_weights=True),
+        kinds.ReduceLROnPlateau("loss"),
+        kinds.CSVLogger(tmp_path / "log.csv"),
+        kinds.ModelCheckpoint(tmp_path / "model.keras"),
+        phalanx.keras.ModelCheckpoint(tmp_path / "models"),
+        phalanx.keras.BackupAndRestore(tmp_path / "backup", save_freq=1),
+        phalanx.keras.SyncCheck(1),
+        phalanx.keras.TensorBoard(tmp_path / "board", histogram_freq=1),
+    ]
+    model = under(strategy, compiled())
+    model.fit(X[:32], Y[:32], validation_data=(X[:16], Y[:16]), **FIT, callbacks=callbacks)
+    model.evaluate(X[:16], Y[:16], verbose=0, callbacks=callbacks[:1])
+    model.predict(X[:16], verbose=0, callbacks=callbacks[:1])
+    alive = [weakref.ref(x) for x in (model, model.optimizer, *model.variables, *callbacks)]
+    del model, callbacks
+    # What a model holds is dropped with it, and may be a cycle again.
+    gc.collect()
+    gc.collect()
+    assert [type(x()).__name__ for x in alive if x() is not None] == []
