@@ -467,9 +467,9 @@ FAULTS = [
     ),
     # keras
     Fault(
-        "the seed of NumPy is not restored",
+        "the generators are not restored",
         "backup:FitProgress.set_state",
-        'np.random.set_state(state["random"])  # noqa: NPY002',
+        'set_generators(state["random"])',
         "pass",
         "unit/keras/test_backup.py contract/test_interrupted_fit.py",
     ),

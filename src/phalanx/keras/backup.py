@@ -14,11 +14,11 @@ from typing_extensions import override
 from phalanx._src.checkpoint.checkpoint import AbstractPosition, writes_here
 from phalanx._src.checkpoint.preemption import PreemptionCheckpointHandler, TerminationConfig
 from phalanx._src.checkpoint.store import require_room
+from phalanx._src.input.order import generators, set_generators
 from phalanx._src.input.sources.base import State
 from phalanx._src.mesh.topology import Topology
 from phalanx.errors import ContextError, InputError, InvalidArgumentError, arguments, shown
 from phalanx.keras.callbacks import BatchCounter
-from phalanx.keras.data import numpy_state
 from phalanx.train import Checkpoint, CheckpointManager
 from phalanx.typing import PyTree
 
@@ -35,6 +35,9 @@ class Data(Protocol):
 
     def set_state(self, state: State) -> None:
         """Makes the next epoch go on from a position."""
+
+    def get_order(self) -> State:
+        """See `EpochData.get_order`."""
 
     def move(self) -> None:
         """See `EpochData.move`."""
@@ -70,17 +73,17 @@ class FitProgress(AbstractPosition):
         self.results: dict[str, Any] | None = None
 
     def get_state(self) -> dict[str, Any]:
-        """Returns epoch, position in the data and the state of NumPy's global generator, which shuffles the rows."""
+        """Returns epoch, position in the data and the states of the global generators, from which shuffles draw."""
         # A program that is started again must not call the callbacks once more.
         epoch = self.epoch + (self.results is not None)
-        return {"epoch": epoch, "data": self._data.get_state(), "random": numpy_state()}
+        return {"epoch": epoch, "data": self._data.get_state(), "random": generators()}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes back to a state."""
         self.begin(state["epoch"])
         self._data.set_state(state["data"])
         self._restored = state["data"].get("done", 0)  # Parameter servers resume at the end of an epoch.
-        np.random.set_state(state["random"])  # noqa: NPY002
+        set_generators(state["random"])
 
     @property
     @override
@@ -106,12 +109,16 @@ class FitProgress(AbstractPosition):
           undone: whether the present steps do not count.
         """
         stage = {"epoch": self.epoch, "logs": self.logs, "results": self.results, "called": self.called}
-        return {"stage": stage, "data": self._data.get_state(undone=undone), "random": numpy_state()}
+        order = None if self._validation is None else self._validation.get_order()
+        data = self._data.get_state(undone=undone)
+        return {"stage": stage, "data": data, "validation": order, "random": generators()}
 
     def set_position(self, position: dict[str, Any]) -> None:
         """Goes to what `get_position` has returned, perhaps in another process."""
         self._data.set_state(position["data"])
-        np.random.set_state(position["random"])  # noqa: NPY002
+        if self._validation is not None:
+            self._validation.set_state(position["validation"])
+        set_generators(position["random"])
         vars(self).update(position["stage"])
 
     def move(self, topology: Topology) -> None:
@@ -125,8 +132,8 @@ class FitProgress(AbstractPosition):
 class BackupAndRestore(BatchCounter):
     """Saves the state of `fit` and, when the program is started again, goes on at the same batch. May be created in any context.
 
-    The state is that of the model, the optimizer and the metrics, the epoch and the position in the data, and NumPy's global
-    generator, which shuffles rows. The program may be started again under another strategy, and with another number of processes. With several
+    The state is that of the model, the optimizer and the metrics, the epoch, the position in the data and what decides its order: the
+    global generators of Python, NumPy, Keras and torch, and what a dataset has changed in itself. The program may be started again under another strategy, and with another number of processes. With several
     processes, all save together, and the chief writes. The state of other callbacks is not saved.
 
     Args:

@@ -15,6 +15,7 @@ import numpy as np
 from phalanx._src import compat
 from phalanx._src.input.distributed import DistributedDataset
 from phalanx._src.input.iterator import DistributedIterator
+from phalanx._src.input.order import Order, digest_of, generators, set_generators
 from phalanx._src.input.sources.base import (
     INFINITE,
     UNKNOWN,
@@ -30,10 +31,13 @@ from phalanx._src.input.sources.functions import InputContext
 from phalanx._src.input.sources.rows import Rows
 from phalanx._src.mesh.arrays import as_array, copied, is_sparse
 from phalanx._src.options import InputOptions
+from phalanx._src.programs.identity import IdentityMap
 from phalanx._src.strategies.base import Strategy
 from phalanx._src.typed_jax import shape_dtype
-from phalanx.errors import InputError, InvalidArgumentError, OutOfRangeError, arguments, shown, warn_of_slip
+from phalanx.errors import InputError, InvalidArgumentError, OutOfRangeError, arguments, listed, shown, warn_of_slip
 from phalanx.typing import PyTree
+
+_NO_ORDER: State = {}
 
 
 @final
@@ -93,6 +97,7 @@ class EpochData:
       steps: number of batches per epoch. None for all.
       group: number of batches per execution, as in `compile(steps_per_execution=...)`.
       is_stacked: whether the batches of a group are stacked, for one program that runs them all.
+      fresh: see `Order`.
       **data: further arguments of Keras's data adapters, such as `y` and `batch_size`.
 
     Raises:
@@ -100,7 +105,15 @@ class EpochData:
     """
 
     def __init__(
-        self, strategy: Strategy, x: PyTree, *, steps: int | None, group: int, is_stacked: bool = True, **data: PyTree
+        self,
+        strategy: Strategy,
+        x: PyTree,
+        *,
+        steps: int | None,
+        group: int,
+        is_stacked: bool = True,
+        fresh: IdentityMap[State] | None = None,
+        **data: PyTree,
     ) -> None:
         most = keras.config.max_steps_per_epoch()
         if most and (steps is None or steps > most):
@@ -112,15 +125,18 @@ class EpochData:
         self._is_empty = True
         self._adapter: Any = None
         self._may_read_beside, self._reads_beside = True, False
-        # For `get_state`: steps of the epoch so far, the iterator they came from, and NumPy's state when it was created.
+        # For `get_state`: steps of the epoch so far, the iterator they came from, what decided the order before the epoch in which it was
+        # created, and a digest of its first batch.
         self._reading: DistributedIterator | None = None
-        self._done, self._random = 0, numpy_state()
+        self._done, self._before_epoch, self._opened = 0, _NO_ORDER, _NO_ORDER
+        self._first = bytes(8)
         # The same before the present group of steps, for a group that fails.
         self._before: tuple[int, State] = (0, {})
         self._open: PyTree = None  # The adapter that is within an epoch.
         self._restored: State | None = None
         batched = _batched(strategy, x, data)
         self._dataset = self._of_keras(strategy, x, steps, data) if batched is None else batched
+        self._order = Order(x if batched is None else batched.origin, fresh)
         is_endless = isinstance(x, keras.utils.PyDataset) and x.num_batches is None
         if steps is None and (is_endless or self._dataset.cardinality == INFINITE):
             raise InputError(
@@ -144,7 +160,7 @@ class EpochData:
         )
         if compat.is_array_adapter(adapter):
             return self._of_arrays(strategy, facts)
-        source = BatchStream(compat.raw_batches(adapter), facts)
+        source = BatchStream(self._noted(compat.raw_batches(adapter)), facts)
         # Data that is told of the end of an epoch may read the next epoch differently, so nothing of it is read before.
         is_read_ahead = steps is None or not compat.has_epoch_hooks(adapter)
         options = InputOptions() if is_read_ahead else InputOptions(experimental_per_replica_buffer_size=0)
@@ -152,7 +168,7 @@ class EpochData:
 
     def _of_arrays(self, strategy: Strategy, facts: Facts) -> DistributedDataset:
         batches = compat.ArrayBatches(self._adapter, _checked, Rows, to_host)
-        self._may_read_beside = not batches.draws_each_batch
+        self._may_read_beside = not compat.draws_while_reading(self._adapter)
         num_rows, size = compat.num_rows(self._adapter), size_of(batches.arrays)
         facts = replace(
             facts,
@@ -161,11 +177,22 @@ class EpochData:
             owner=Owner.CALLER,
             batch_bytes=size * (facts.batch_size or 1) // max(1, num_rows),
         )
-        return strategy.experimental_distribute_dataset(BatchStream(batches, facts, is_ready=True))
+        return strategy.experimental_distribute_dataset(BatchStream(self._noted(batches), facts, is_ready=True))
 
     def read_beside(self) -> None:
         """Lets a thread read data in memory beside the steps. The caller promises that nobody writes to them during an epoch."""
         self._reads_beside = self._may_read_beside
+
+    def _noted(self, make: Callable[[], Iterator[PyTree]]) -> Callable[[], Iterator[PyTree]]:
+        """Returns a function like `make`, whose iterators note a digest of their first batch."""
+
+        def noting(batches: Iterator[PyTree]) -> Iterator[PyTree]:
+            for number, batch in enumerate(batches):
+                if not number:
+                    self._first = digest_of(batch)
+                yield batch
+
+        return lambda: noting(make())
 
     @property
     def num_batches(self) -> int | None:
@@ -228,9 +255,8 @@ class EpochData:
             # Here, because an elastic group can lose a process from now on.
             self._dataset.require_same()
             self._is_checked = True
-        self._open_epoch(self._adapter)
         # With `steps_per_epoch`, an epoch continues where the last one ended, and starts over at the end of the data.
-        restored = self._resume()
+        restored, is_compared = self._begin_epoch(), False
         goes_on, self._iterator = self._iterator, None
         done = self._done if restored else 0
         iterator = goes_on or self._new_iterator()
@@ -239,6 +265,9 @@ class EpochData:
             num_steps = self._group if self._steps is None else min(self._group, self._steps - done)
             self._before = done, iterator.position
             parts = list(_parts(iterator, self._stacked, num_steps))
+            if not is_compared:
+                self._require_same_order()
+                is_compared = True
             # The last epoch ended exactly at the end of the data.
             if not parts and goes_on and not done:
                 goes_on, iterator = None, self._new_iterator()
@@ -269,7 +298,7 @@ class EpochData:
             adapter.on_epoch_end()
 
     def _new_iterator(self) -> DistributedIterator:
-        self._random = numpy_state()
+        self._opened = self._before_epoch
         iterator = iter(self._dataset)
         if self._reads_beside:
             iterator.read_beside()
@@ -281,16 +310,21 @@ class EpochData:
         return self._restored is not None and bool(self._restored["done"])
 
     def get_state(self, *, undone: bool = False) -> State:
-        """Returns the position within the epoch: the number of steps, and the position of the iterator, if there is one.
+        """Returns the position: the number of steps of the epoch, that of the iterator, if there is one, and what decides the order.
 
         Args:
           undone: whether the present group of steps does not count.
         """
-        if undone and self._reading is not None:
-            done, before = self._before
-            return {"done": done, "iterator": self._reading.state_at(before), "random": self._random}
-        position = None if self._reading is None else self._reading.get_state()
-        return {"done": self._done, "iterator": position, "random": self._random}
+        if self._reading is None:
+            return {"done": self._done, "iterator": None, "order": self._order.take(), "first": ""}
+        done, position = self._before if undone else (self._done, None)
+        position = self._reading.get_state() if position is None else self._reading.state_at(position)
+        return {"done": done, "iterator": position, "order": self._opened, "first": self._first.hex()}
+
+    def get_order(self) -> State:
+        """Returns the position at the beginning of the present epoch, or between two epochs."""
+        order = self._order.take() if self._reading is None else self._opened
+        return {"done": 0, "iterator": None, "order": order, "first": ""}
 
     @property
     def is_agreed(self) -> bool:
@@ -318,21 +352,61 @@ class EpochData:
         """Makes the next epoch go on from a position."""
         self._restored = state
 
-    def _resume(self) -> bool:
-        """Goes to the position that `set_state` has set. Returns whether there was one."""
+    def _begin_epoch(self) -> bool:
+        """Begins an epoch, at the position that `set_state` has set. Returns whether there was one."""
         state, self._restored = self._restored, None
-        if state is None:
-            return False
-        self._done = state["done"]
-        if state["iterator"] is not None:
-            # Keras draws the order of the rows when it reads the first batch, so draw it again.
-            now = numpy_state()
-            np.random.set_state(state["random"])  # noqa: NPY002
+        now = generators()
+        if state is not None:
+            self._order.restore(state["order"])
+            self._done = state["done"]
+            if state["iterator"] is None:
+                set_generators(now)
+        self._before_epoch = self._order.take()
+        self._open_epoch(self._adapter)
+        if state is not None and state["iterator"] is not None:
+            # Keras draws the order when the epoch begins, or when it reads the first batch, so draw it again.
             self._iterator = self._new_iterator()
+            if self._adapter is None:
+                self._order.restore(state["order"])  # The new iterator may have opened the data already.
             self._iterator.set_state(state["iterator"])
             self._iterator.look(0)
-            np.random.set_state(now)  # noqa: NPY002
-        return True
+            if not compat.draws_while_reading(self._adapter):
+                set_generators(now)
+            if self._adapter is not None and self._first.hex() != state["first"]:
+                self._begin_again()
+        return state is not None
+
+    def _begin_again(self) -> None:
+        """Reads an epoch from its beginning, because its rest cannot be told from what was read of it."""
+        assert self._iterator is not None
+        warn_of_slip(
+            f"The data has another order than when its position was saved after {self._done} steps of an epoch"
+            + ("." if compat.goes_on(self._adapter) else ", so the epoch begins again."),
+            "get_state() and set_state(state) in the dataset, which say what decides its order",
+        )
+        if not compat.goes_on(self._adapter):
+            self._iterator.stop_reading()
+            self._iterator, self._done = self._new_iterator(), 0
+
+    def _require_same_order(self) -> None:
+        """Checks that all workers have read the same first batch, because each keeps its part of it.
+
+        Raises:
+          InputError: they have read different ones.
+        """
+        topology = self._dataset.topology
+        if self._adapter is None or topology.num_workers == 1:
+            return
+        digests = topology.exchange(np.frombuffer(self._first, np.uint32))
+        ranks = [str(rank) for rank, digest in enumerate(digests) if (digest != digests[0]).any()]
+        if ranks:
+            raise InputError(
+                f"fit, evaluate or predict on {topology.num_workers} workers",
+                f"the first batch of rank{'s' * (len(ranks) > 1)} {listed(ranks)} is not that of rank 0, so the workers would mix the rows of "
+                "different batches.",
+                "the same data, in the same order, on all workers; get_state() and set_state(state) in a dataset that shuffles itself, "
+                "for workers that join later",
+            )
 
     def _warn(self, done: int) -> None:
         warn_of_slip(
@@ -360,12 +434,6 @@ def _kept(batch: PyTree) -> PyTree:
         return leaf if array is None or isinstance(leaf, np.generic) else copied(array)
 
     return jax.tree.map(kept, batch, is_leaf=is_sparse)
-
-
-def numpy_state() -> dict[str, Any]:
-    """Returns the state of NumPy's global generator, from which Keras draws the order of rows."""
-    state: dict[str, Any] = np.random.get_state(legacy=False)  # noqa: NPY002
-    return state
 
 
 def _batched(strategy: Strategy, x: PyTree, data: dict[str, Any]) -> DistributedDataset | None:

@@ -19,6 +19,7 @@ from phalanx._src.checkpoint import background
 from phalanx._src.cluster.watch import membership
 from phalanx._src.collectives.local_updates import DiLoCo
 from phalanx._src.elastic.training import GroupChange, Training, training_of
+from phalanx._src.input.sources.base import State
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.programs.identity import IdentityMap
 from phalanx._src.programs.interrupts import Interrupts
@@ -64,6 +65,7 @@ class ModelTrainer:
         self._hears_batches = False
         self._training: Training | None = None
         self._fresh: IdentityMap[Marks] = IdentityMap()
+        self._fresh_data: IdentityMap[State] = IdentityMap()
 
     @property
     def _model(self) -> keras.Model:
@@ -421,7 +423,8 @@ class ModelTrainer:
 
     def _data(self, x: PyTree, num_steps: int | None, **data: PyTree) -> EpochData:
         group = self._model.steps_per_execution
-        return EpochData(self._strategy, x, steps=num_steps, group=group, is_stacked=not self._is_single, **data)
+        is_stacked, fresh = not self._is_single, self._fresh_data
+        return EpochData(self._strategy, x, steps=num_steps, group=group, is_stacked=is_stacked, fresh=fresh, **data)
 
     def _validation_data(self, data: PyTree, batch_size: int | None, num_steps: int | None) -> EpochData:
         x, y, sample_weight = compat.unpacked(data)

@@ -10,6 +10,7 @@ import numpy as np
 from keras import Variable
 from keras.src.backend.common import global_state
 from keras.src.random import seed_generator as _seed_generator
+from keras.src.utils.rng_utils import GLOBAL_RANDOM_SEED
 from keras.src.utils.rng_utils import get_random_seed as _get_random_seed
 
 from phalanx._src.compat.facts import facts_of, note_facts
@@ -64,6 +65,27 @@ def continue_global_seed(state: Variable) -> None:
     if generator.state is not state:
         state.assign(generator.state.value)
         generator.state = state
+
+
+def global_seed() -> np.ndarray | int | None:
+    """Returns the state of Keras's global generator; the seed that it will begin with if nobody has used it yet; None if it is lost."""
+    generator = global_state.get_global_attribute(_seed_generator.GLOBAL_SEED_GENERATOR)
+    if generator is None:
+        seed: int | None = _get_random_seed()
+        return seed
+    array = generator.state.value
+    return np.array(array) if isinstance(array, jax.Array) and not array.is_deleted() else None
+
+
+def set_global_seed(state: np.ndarray | int | None) -> None:
+    """Sets Keras's global generator to what `global_seed` has returned, perhaps in another process."""
+    current = global_seed()
+    if isinstance(state, np.ndarray):
+        if not isinstance(current, np.ndarray) or not np.array_equal(current, state):
+            _seed_generator.global_seed_generator().state.assign(state)
+    elif state is not None and (isinstance(current, np.ndarray) or current != state):
+        global_state.set_global_attribute(GLOBAL_RANDOM_SEED, state)
+        global_state.set_global_attribute(_seed_generator.GLOBAL_SEED_GENERATOR, None)
 
 
 def agree_on_seed(agree: Callable[[np.ndarray], Any]) -> None:

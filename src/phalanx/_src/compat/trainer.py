@@ -163,11 +163,6 @@ class ArrayBatches:
         """The NumPy and JAX arrays among the data."""
         return [x.array for x in keras.tree.flatten(self._inputs) if isinstance(x, _Dense)]
 
-    @property
-    def draws_each_batch(self) -> bool:
-        """Whether reading a batch draws from NumPy's global generator."""
-        return self._adapter._shuffle == "batch"  # type: ignore[no-any-return]
-
     def __call__(self) -> Iterator[PyTree]:
         batches: Iterator[PyTree] = self._adapter._get_iterator(self._chosen, self._inputs)
         return batches
@@ -244,6 +239,11 @@ def has_epoch_hooks(adapter: _DataAdapter) -> bool:
         return False
     kind, base = type(adapter.py_dataset), keras.utils.PyDataset
     return kind.on_epoch_begin is not base.on_epoch_begin or kind.on_epoch_end is not base.on_epoch_end
+
+
+def draws_while_reading(adapter: _DataAdapter | None) -> bool:
+    """Whether a data adapter draws an order for each batch, not only for each epoch: `shuffle="batch"`."""
+    return isinstance(adapter, _ArrayDataAdapter) and adapter._shuffle == "batch"
 
 
 def goes_on(adapter: _DataAdapter | None) -> bool:

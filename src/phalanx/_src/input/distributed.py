@@ -36,6 +36,7 @@ class DistributedDataset:
       options: how the dataset is read.
       make_plan: returns the plan for other devices.
       steps: number of global batches that are stacked into one. None for no stacking.
+      origin: the dataset of the user. None if there is not one only.
 
     Example:
       >>> import numpy as np, phalanx
@@ -53,7 +54,9 @@ class DistributedDataset:
         make_plan: Callable[[Topology], Plan],
         *,
         steps: int | None = None,
+        origin: Any = None,
     ) -> None:
+        self.origin = origin
         self._last_plan, self._options, self._steps = plan, options, steps
         self._where, self._make_plan = where, make_plan
         self._last_topology = where()
@@ -157,7 +160,10 @@ class DistributedDataset:
         Raises:
           InvalidArgumentError: `steps` is not a positive integer.
         """
-        return DistributedDataset(self._plan, self._where, self._options, self._make_plan, steps=check_steps(steps))
+        steps = check_steps(steps)
+        return DistributedDataset(
+            self._plan, self._where, self._options, self._make_plan, steps=steps, origin=self.origin
+        )
 
     @property
     def is_agreed(self) -> bool:
@@ -229,7 +235,7 @@ def distribute(
         divided.announce(worker)
         return divided
 
-    return DistributedDataset(make_plan(where()), where, options, make_plan)
+    return DistributedDataset(make_plan(where()), where, options, make_plan, origin=dataset)
 
 
 def distribute_from_function(
