@@ -2,6 +2,7 @@
 
 import functools
 import json
+import tempfile
 
 import keras
 import numpy as np
@@ -134,8 +135,9 @@ def test_parameters_and_functions_are_copies(tmp_path):
     assert callable(model.model_fn)
 
 
-def test_temporary_folder_is_told(caplog):
+def test_temporary_folder_is_told(caplog, tmp_path, monkeypatch):
     """Without a folder, one is made; in a cluster, that is an error."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     model = estimator.Estimator(model_fn)
     assert model.model_dir in caplog.text
 

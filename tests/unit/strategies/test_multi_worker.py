@@ -23,3 +23,26 @@ def test_elastic_must_be_options(elastic):
     """Or the one word that stands for some."""
     with pytest.raises(phalanx.errors.InvalidArgumentError, match='elastic=(.|\n)*HINT: elastic="scale_batch", or '):
         phalanx.MultiWorkerMirroredStrategy(elastic=elastic)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"local_updates": 8}, "local_updates=8: must be a LocalSGD or a DiLoCo"),
+        ({"replica_weights": "fast"}, 'replica_weights=.fast.: must be "auto", or a list of positive numbers'),
+        (
+            {
+                "local_updates": phalanx.experimental.LocalSGD(8),
+                "communication_options": phalanx.experimental.CommunicationOptions(compression="int8"),
+            },
+            "the replicas send no gradients",
+        ),
+    ],
+    ids=["local updates", "weights", "both"],
+)
+def test_wrong_choices_are_refused_before_the_processes_meet(given, message):
+    """The other worker does not exist, so that whoever waits for it waits long."""
+    spec = phalanx.cluster_resolver.ClusterSpec({"worker": ["127.0.0.1:1", "127.0.0.1:2"]})
+    resolver = phalanx.cluster_resolver.SimpleClusterResolver(spec, task_type="worker", task_id=0)
+    with pytest.raises(phalanx.errors.InvalidArgumentError, match=message):
+        phalanx.MultiWorkerMirroredStrategy(resolver, **given)

@@ -19,7 +19,7 @@ from phalanx._src.mesh.shares import Shares
 from phalanx._src.mesh.topology import Topology, axes_of
 from phalanx._src.options import CommunicationImplementation, CommunicationOptions, ElasticOptions
 from phalanx._src.runtime import bootstrap
-from phalanx._src.strategies.synchronous import SynchronousStrategy
+from phalanx._src.strategies.synchronous import SynchronousStrategy, check_choices
 from phalanx.errors import InvalidArgumentError, arguments, shown
 
 
@@ -97,6 +97,8 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         if elastic is not None:
             hint = 'elastic="scale_batch", or elastic=phalanx.elastic.ElasticOptions(donate=False)'
             arguments.instance("elastic", elastic, ElasticOptions, hint)
+        # Before the processes meet: an error of one of them would end all of them.
+        check_choices(options, local_updates, replica_weights)
         if isinstance(replica_weights, (list, tuple)) and membership.is_elastic():
             raise InvalidArgumentError(
                 f"replica_weights={shown(replica_weights)} in an elastic group",

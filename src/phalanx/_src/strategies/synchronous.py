@@ -42,13 +42,7 @@ class SynchronousStrategy(Strategy):
         local_updates: LocalUpdates | None = None,
         replica_weights: Sequence[float] | str | None = None,
     ) -> None:
-        if options is not None:
-            arguments.instance(
-                "communication_options",
-                options,
-                CommunicationOptions,
-                'communication_options=phalanx.experimental.CommunicationOptions(compression="int8")',
-            )
+        check_choices(options, local_updates, replica_weights)
         if topology.num_workers == 1:
             bootstrap.warn_if_alone(type(self).__name__)
         self._topology, self._chosen_ops, self._options = topology, cross_device_ops, options
@@ -58,7 +52,8 @@ class SynchronousStrategy(Strategy):
             call = f"CommunicationOptions(compression={options.compression!r})"
             _require_plain_sums(call, topology, cross_device_ops)
         if local_updates is not None:
-            _require_local_updates(local_updates, topology, cross_device_ops, options)
+            require_groups(local_updates, topology.num_replicas)
+            _require_plain_sums(f"local_updates={type(local_updates).__name__}", topology, cross_device_ops)
         if replica_weights is not None:
             _set_shares(topology.shares, replica_weights, topology.num_replicas)
         # Last: a strategy that was refused, which the traceback of the error refers to, is not among the living ones.
@@ -106,46 +101,71 @@ class SynchronousStrategy(Strategy):
             self._topology = previous
 
 
+def check_choices(
+    options: CommunicationOptions | None,
+    local_updates: LocalUpdates | None,
+    replica_weights: Sequence[float] | str | None,
+) -> None:
+    """Checks what can be checked of the arguments of a strategy before its devices are known.
+
+    Raises:
+      InvalidArgumentError: an argument has the wrong type, or does not go with another one.
+    """
+    if options is not None:
+        arguments.instance(
+            "communication_options",
+            options,
+            CommunicationOptions,
+            'communication_options=phalanx.experimental.CommunicationOptions(compression="int8")',
+        )
+    if local_updates is not None:
+        hint = "local_updates=phalanx.experimental.LocalSGD(every=8)"
+        if not isinstance(local_updates, LocalUpdates):
+            raise InvalidArgumentError(f"local_updates={shown(local_updates)}", "must be a LocalSGD or a DiLoCo.", hint)
+        if options is not None and (options.compression or options.wire_dtype):
+            raise InvalidArgumentError(
+                f"local_updates={type(local_updates).__name__} with communication_options that round or compress gradients",
+                "the replicas send no gradients.",
+                'local_updates=phalanx.experimental.DiLoCo(compression="int8")',
+            )
+    if replica_weights is not None:
+        _check_weights(replica_weights)
+
+
+def _check_weights(weights: object) -> None:
+    is_auto = isinstance(weights, str) and weights == "auto"
+    if not is_auto and not (isinstance(weights, (list, tuple)) and all(map(_is_positive, weights))):
+        raise InvalidArgumentError(
+            f"replica_weights={shown(weights)}",
+            'must be "auto", or a list of positive numbers, one per replica.',
+            _weights_hint(2),
+        )
+
+
+def _weights_hint(num_replicas: int) -> str:
+    return f'replica_weights={[2, *[1] * (num_replicas - 1)]}, or replica_weights="auto"'
+
+
 def _set_shares(shares: Shares, weights: Sequence[float] | str, num_replicas: int) -> None:
     """Sets the shares that replicas have of a batch.
 
     Raises:
-      InvalidArgumentError: `weights` is neither "auto" nor one positive number per replica.
+      InvalidArgumentError: `weights` has not one number per replica.
     """
-    hint = f'replica_weights={[2, *[1] * (num_replicas - 1)]}, or replica_weights="auto"'
     if isinstance(weights, str) and weights == "auto":
         shares.is_measured = True
         return
-    if not isinstance(weights, (list, tuple)) or not all(map(_is_positive, weights)):
-        raise InvalidArgumentError(
-            f"replica_weights={shown(weights)}", 'must be "auto", or a list of positive numbers, one per replica.', hint
-        )
     if len(weights) != num_replicas:
         raise InvalidArgumentError(
-            f"replica_weights={shown(weights)} with {num_replicas} replicas", "must have one number per replica.", hint
+            f"replica_weights={shown(weights)} with {num_replicas} replicas",
+            "must have one number per replica.",
+            _weights_hint(num_replicas),
         )
-    shares.weights = list(map(float, weights))
+    shares.weights = [float(weight) for weight in weights]
 
 
 def _is_positive(number: object) -> bool:
     return isinstance(number, (int, float)) and not isinstance(number, bool) and 0 < number < math.inf
-
-
-def _require_local_updates(
-    local: LocalUpdates, topology: Topology, ops: CrossDeviceOps | None, options: CommunicationOptions | None
-) -> None:
-    if not isinstance(local, LocalUpdates):
-        hint = "local_updates=phalanx.experimental.LocalSGD(every=8)"
-        raise InvalidArgumentError(f"local_updates={shown(local)}", "must be a LocalSGD or a DiLoCo.", hint)
-    require_groups(local, topology.num_replicas)
-    call = f"local_updates={type(local).__name__}"
-    _require_plain_sums(call, topology, ops)
-    if options is not None and (options.compression or options.wire_dtype):
-        raise InvalidArgumentError(
-            f"{call} with communication_options that round or compress gradients",
-            "the replicas send no gradients.",
-            'local_updates=phalanx.experimental.DiLoCo(compression="int8")',
-        )
 
 
 def _require_plain_sums(call: str, topology: Topology, ops: CrossDeviceOps | None) -> None:

@@ -148,6 +148,12 @@ def test_a_pod_that_does_not_run():
         KubernetesClusterResolver(override_client=api, environ={}).cluster_spec()
 
 
+@pytest.mark.parametrize("count", [-1, 0])
+def test_number_of_pods_is_positive(count):
+    with pytest.raises(ClusterTypeError, match=rf"num_pods={count}.*\nHINT: num_pods=2"):
+        KubernetesClusterResolver(num_pods=count, environ=JOB)
+
+
 def test_an_unknown_location():
     with pytest.raises(ClusterTypeError, match="executable_location=1: must be a KubernetesExecutableLocation"):
         KubernetesClusterResolver(executable_location=1)

@@ -141,6 +141,17 @@ def check_port(port: object, name: str = "port") -> int:
     return port
 
 
+def check_count(count: object, name: str) -> int | None:
+    """Returns `count`, a number of tasks, pods or devices, or None.
+
+    Raises:
+      ClusterTypeError: `count` is neither None nor a positive integer.
+    """
+    if count is not None and not arguments.is_integer(count, 1):
+        raise ClusterTypeError(f"{name}={shown(count)}", "must be a positive integer.", f"{name}=2")
+    return count
+
+
 def variable(environ: Mapping[str, str], name: str, meaning: str, hint: str) -> str:
     """Returns the value of an environment variable.
 

@@ -7,7 +7,14 @@ from typing import Any, NamedTuple, final
 
 from typing_extensions import override
 
-from phalanx._src.cluster.resolvers.base import ClusterResolver, check_port, number, optional_module, variable
+from phalanx._src.cluster.resolvers.base import (
+    ClusterResolver,
+    check_count,
+    check_port,
+    number,
+    optional_module,
+    variable,
+)
 from phalanx._src.cluster.spec import ClusterSpec, Task
 from phalanx.errors import ClusterSourceError, ClusterTypeError, arguments
 
@@ -86,7 +93,8 @@ class KubernetesClusterResolver(ClusterResolver):
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self._labels, self._client, self._location = job_to_label_mapping, override_client, executable_location
-        self._port, self._service, self._num_pods = check_port(tf_server_port, "tf_server_port"), service, num_pods
+        self._port, self._service = check_port(tf_server_port, "tf_server_port"), service
+        self._num_pods = check_count(num_pods, "num_pods")
         self._rpc_layer, self._given_environ = rpc_layer, environ
 
     @override
