@@ -256,18 +256,16 @@ class EpochData:
             self._dataset.require_same()
             self._is_checked = True
         # With `steps_per_epoch`, an epoch continues where the last one ended, and starts over at the end of the data.
-        restored, is_compared = self._begin_epoch(), False
+        restored = self._begin_epoch()
         goes_on, self._iterator = self._iterator, None
         done = self._done if restored else 0
         iterator = goes_on or self._new_iterator()
         self._reading = iterator
+        self._require_same_order(iterator)
         while self._steps is None or done < self._steps:
             num_steps = self._group if self._steps is None else min(self._group, self._steps - done)
             self._before = done, iterator.position
             parts = list(_parts(iterator, self._stacked, num_steps))
-            if not is_compared:
-                self._require_same_order()
-                is_compared = True
             # The last epoch ended exactly at the end of the data.
             if not parts and goes_on and not done:
                 goes_on, iterator = None, self._new_iterator()
@@ -388,8 +386,8 @@ class EpochData:
             self._iterator.stop_reading()
             self._iterator, self._done = self._new_iterator(), 0
 
-    def _require_same_order(self) -> None:
-        """Checks that all workers have read the same first batch, because each keeps its part of it.
+    def _require_same_order(self, iterator: DistributedIterator) -> None:
+        """Checks that all workers read the same first batch, because each keeps its part of it. It stays the next one if a worker is lost.
 
         Raises:
           InputError: they have read different ones.
@@ -397,6 +395,7 @@ class EpochData:
         topology = self._dataset.topology
         if self._adapter is None or topology.num_workers == 1:
             return
+        iterator.look(0)
         digests = topology.exchange(np.frombuffer(self._first, np.uint32))
         ranks = [str(rank) for rank, digest in enumerate(digests) if (digest != digests[0]).any()]
         if ranks:

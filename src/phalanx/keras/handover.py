@@ -8,6 +8,7 @@ The state of a callback is what its `get_state` returns, or else all attributes 
 import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -168,11 +169,20 @@ class Run:
     def _repeat_end(self, i: int, callback: Callback) -> None:
         """Calls a writer for the end of the present epoch if the former chief has died before it could say that it had done so."""
         epoch, results = self.progress.epoch, self.progress.results
-        if results is not None and self.progress.called > i and self._written < [epoch, i + 1]:
+        is_unknown = results is not None and self.progress.called > i and self._written < [epoch, i + 1]
+        if is_unknown and not _has_row(callback, epoch):
             callback.on_epoch_end(epoch, results)
 
     def _all(self) -> list[Callback]:
         return [*self.callbacks, self.hooks.model.history]
+
+
+def _has_row(callback: Callback, epoch: int) -> bool:
+    """Whether a callback has written the row of an epoch into its file. It adds rows to that file, and writes no other one again."""
+    if not isinstance(callback, keras.callbacks.CSVLogger) or not Path(callback.filename).exists():
+        return False
+    lines = Path(callback.filename).read_text().splitlines()
+    return bool(lines) and lines[-1].partition(callback.sep)[0] == str(epoch)
 
 
 def _is_among(callback: Callback, callbacks: Sequence[Callback]) -> bool:
