@@ -314,6 +314,15 @@ def differing(strategy: phalanx.Strategy, case: str) -> Any:
     return float(strategy.reduce("SUM", strategy.run(lambda: jnp.ones(11)), axis=0))
 
 
+def fit_other_rows(strategy: phalanx.Strategy) -> Any:
+    """Trains on rows that each worker shuffles in its own way."""
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    rows = np.random.default_rng(jax.process_index()).permutation(X[:8, :4])
+    return model.fit(rows, X[:8, :1], batch_size=4, shuffle=False, verbose=0).history
+
+
 _trainings: dict[str, Training] = {}
 
 

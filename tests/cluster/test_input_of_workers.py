@@ -248,3 +248,12 @@ def test_failure_under_data_reaches_both(two):
     first, second = two.call("evaluate", source="failing generator")
     assert first.startswith("InputError: the next batch of worker 0: the data of worker 1 failed")
     assert second.startswith("OSError: the disk of worker 1 is gone")
+
+
+def test_workers_with_other_rows_are_named(two):
+    """In an error of all workers, before a step has mixed the rows of different batches."""
+    for text in two.call("fit_other_rows"):
+        assert text.startswith(
+            "InputError: fit, evaluate or predict on 2 workers: the first batch of rank 1 is not that of rank 0, so"
+        )
+        assert "\nHINT: the same data, in the same order, on all workers; get_state() and set_state(state)" in text
