@@ -22,8 +22,8 @@ sys.path.insert(0, str(ROOT / "examples"))
 
 IMAGES = ROOT / "docs" / "images"
 WIDTH = 112
-LEFT_OUT = r"^(\[worker \d+\] )?$| reads |\[Gloo\]"
-"""Empty lines, and lines about files and connections."""
+LEFT_OUT = r"^(\[worker \d+\])?$| reads |\[Gloo\]| training ━"
+"""Empty lines, lines about files and connections, and the progress bar."""
 STYLES = {
     r"^\[worker \d+\]": "bright_black",
     r"^Phalanx: .*": "cyan",
