@@ -28,7 +28,7 @@ from phalanx._src.input.sources.base import (
 )
 from phalanx._src.input.sources.batches import BatchStream
 from phalanx._src.input.sources.functions import InputContext
-from phalanx._src.input.sources.rows import Rows
+from phalanx._src.input.sources.rows import ChosenRows
 from phalanx._src.mesh.arrays import as_array, copied, is_sparse
 from phalanx._src.options import InputOptions
 from phalanx._src.programs.identity import IdentityMap
@@ -124,7 +124,8 @@ class EpochData:
         self._iterator: DistributedIterator | None = None
         self._is_empty = True
         self._adapter: Any = None
-        self._may_read_beside, self._reads_beside = True, False
+        # None if a thread must not read the data.
+        self._reads_beside: bool | None = False
         # For `get_state`: steps of the epoch so far, the iterator they came from, what decided the order before the epoch in which it was
         # created, and a digest of its first batch.
         self._reading: DistributedIterator | None = None
@@ -167,8 +168,8 @@ class EpochData:
         return strategy.experimental_distribute_dataset(source, options)
 
     def _of_arrays(self, strategy: Strategy, facts: Facts) -> DistributedDataset:
-        batches = compat.ArrayBatches(self._adapter, _checked, Rows, to_host)
-        self._may_read_beside = not compat.draws_while_reading(self._adapter)
+        batches = compat.ArrayBatches(self._adapter, _checked, ChosenRows, to_host)
+        self._reads_beside = None if compat.draws_while_reading(self._adapter) else False
         num_rows, size = compat.num_rows(self._adapter), size_of(batches.arrays)
         facts = replace(
             facts,
@@ -181,7 +182,7 @@ class EpochData:
 
     def read_beside(self) -> None:
         """Lets a thread read data in memory beside the steps. The caller promises that nobody writes to them during an epoch."""
-        self._reads_beside = self._may_read_beside
+        self._reads_beside = None if self._reads_beside is None else True
 
     def _noted(self, make: Callable[[], Iterator[PyTree]]) -> Callable[[], Iterator[PyTree]]:
         """Returns a function like `make`, whose iterators note a digest of their first batch."""
@@ -419,7 +420,7 @@ def _of_all(spec: jax.ShapeDtypeStruct, replicas: int) -> jax.ShapeDtypeStruct:
     return shape_dtype((spec.shape[0] * replicas, *spec.shape[1:]), spec.dtype) if spec.shape else spec
 
 
-def _checked(array: Any) -> Any:
+def _checked(array: PyTree) -> PyTree:
     """Returns an array with all rows as one that JAX can hold. Text and objects are refused when they are read."""
     usual = as_array(array, "fit, evaluate or predict on an array")
     return array if usual is None else usual
@@ -428,7 +429,7 @@ def _checked(array: Any) -> Any:
 def _kept(batch: PyTree) -> PyTree:
     """Returns a batch of a generator, in memory to which the generator does not write again."""
 
-    def kept(leaf: Any) -> Any:
+    def kept(leaf: PyTree) -> PyTree:
         array = as_array(leaf)
         return leaf if array is None or isinstance(leaf, np.generic) else copied(array)
 

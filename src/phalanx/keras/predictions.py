@@ -3,7 +3,6 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import jax
 import numpy as np
@@ -62,7 +61,7 @@ class Outputs:
     def __init__(self, expected: int | None) -> None:
         self._expected, self._count = expected or 1, 0
         self._arrays: list[np.ndarray] = []
-        self._tree: Any = None
+        self._tree: PyTree = None
 
     def add(self, parts: Sequence[PyTree]) -> PyTree:
         """Adds rows, given in several parts. Returns them as one pytree of arrays."""

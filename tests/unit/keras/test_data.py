@@ -10,6 +10,7 @@ from twins import FIT, X, Y, compiled, failing_after, mlp, same, same_state, sta
 
 import phalanx
 from phalanx.errors import InputError, InvalidArgumentError
+from phalanx.keras.callbacks import runs_user_code
 from phalanx.keras.data import EpochData
 
 pytestmark = pytest.mark.slow
@@ -79,6 +80,32 @@ def test_endless_data_needs_a_number_of_steps(strategy, method, is_distributed):
     ):
         getattr(model, method)(data, **options)
     getattr(model, method)(data, **options, **{"steps_per_epoch" if method == "fit" else "steps": 2})
+
+
+def test_evaluation_without_rows(strategy):
+    """It says so, instead of returning an empty list."""
+    model = under(strategy, compiled())
+    with pytest.raises(InvalidArgumentError, match="evaluate without a batch: the data is empty.*\nHINT: pass"):
+        model.evaluate(X[:0], Y[:0], verbose=0)
+
+
+class Written(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("callback", "expected"),
+    [
+        (Written(), True),
+        (keras.callbacks.LambdaCallback(on_train_batch_end=print), True),
+        (keras.callbacks.LambdaCallback(on_epoch_end=print), False),
+        (keras.callbacks.ModelCheckpoint("x.keras"), False),
+    ],
+)
+def test_code_that_runs_between_batches(callback, expected):
+    """Callbacks of the user, unless they hear of epochs only."""
+    assert runs_user_code([callback]) is expected
 
 
 def test_epochs_of_an_endless_dataset(strategy):

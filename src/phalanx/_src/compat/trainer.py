@@ -151,15 +151,15 @@ class ArrayBatches:
     def __init__(
         self,
         adapter: _DataAdapter,
-        prepare: Callable[[Any], Any],
-        rows: Callable[[Any, Any, Any], Any],
-        whole: Callable[[Any], Any],
+        prepare: Callable[[PyTree], PyTree],
+        rows: Callable[[PyTree, PyTree, PyTree], PyTree],
+        whole: Callable[[PyTree], PyTree],
     ) -> None:
         self._adapter, self._rows, self._whole = adapter, rows, whole
         self._inputs = keras.tree.map_structure(lambda x: _source(x, prepare), adapter._inputs)
 
     @property
-    def arrays(self) -> list[Any]:
+    def arrays(self) -> list[PyTree]:
         """The NumPy and JAX arrays among the data."""
         return [x.array for x in keras.tree.flatten(self._inputs) if isinstance(x, _Dense)]
 
@@ -167,7 +167,7 @@ class ArrayBatches:
         batches: Iterator[PyTree] = self._adapter._get_iterator(self._chosen, self._inputs)
         return batches
 
-    def _chosen(self, source: Any, indices: Any) -> Any:
+    def _chosen(self, source: PyTree, indices: PyTree) -> PyTree:
         if isinstance(source, _Dense):
             array = source.array
             is_view = isinstance(indices, slice) and isinstance(array, np.ndarray) and array.dtype == source.dtype
@@ -179,11 +179,11 @@ class ArrayBatches:
 class _Dense:
     """An array with all rows, and the dtype that Keras wants."""
 
-    array: Any
-    dtype: Any
+    array: PyTree
+    dtype: PyTree
 
 
-def _source(x: Any, prepare: Callable[[Any], Any]) -> Any:
+def _source(x: PyTree, prepare: Callable[[PyTree], PyTree]) -> PyTree:
     """Returns data with all rows as `_Dense` or, if they are neither NumPy's nor JAX's, as Keras reads them."""
     if x is None:
         return None
@@ -212,7 +212,9 @@ def makes_arrays(adapter: _DataAdapter) -> bool:
     return isinstance(adapter, _TFDatasetAdapter)
 
 
-def peeked(generator: Generator[PyTree, Any, Any], keep: Callable[[PyTree], PyTree]) -> Generator[PyTree, Any, Any]:
+def peeked(
+    generator: Generator[PyTree, PyTree, PyTree], keep: Callable[[PyTree], PyTree]
+) -> Generator[PyTree, PyTree, PyTree]:
     """Yields the batches of a generator. Those that Keras reads before it gives away the first are kept by `keep`."""
     for i, batch in enumerate(generator):
         yield keep(batch) if i < _data_adapter_utils.NUM_BATCHES_FOR_TENSOR_SPEC else batch

@@ -20,8 +20,9 @@ from phalanx._src.input.landing import Landing
 from phalanx._src.input.prefetch import AbstractReadings, readings
 from phalanx._src.input.sources.base import AbstractReader, Facts, Owner, Piece, State
 
+# From this size of a batch on, a thread that reads ahead saves more than it costs.
 _LARGE_BYTES = 1 << 20
-"""From this size of a batch on, a thread that reads ahead saves more than it costs."""
+# A stack of more steps is not allocated before it is known how many there are.
 _MOST_STEPS_AHEAD = 256
 
 

@@ -14,15 +14,16 @@ import numpy as np
 
 from phalanx._src.input import shard
 from phalanx._src.input.sources.base import Owner, Piece
-from phalanx._src.input.sources.rows import Rows, copy, read
+from phalanx._src.input.sources.rows import ChosenRows, copy, read
 from phalanx._src.mesh.arrays import is_on_cpu
 from phalanx._src.mesh.memory import Pool
 from phalanx._src.runtime.dispatch import process_dispatching
 from phalanx.errors import InputError
+from phalanx.typing import PyTree
 
 
 @final
-class Slot:
+class Landed:
     """Rows in memory to which nobody else writes. A leaf of a piece, beside NumPy and JAX arrays.
 
     Args:
@@ -78,22 +79,23 @@ class Landing:
         stacks = columns_of(before)[0] if before is not None and is_next else [()] * len(columns)
         places, landed = max(1, *piece.counts), []
         for leaves, last in zip(columns, stacks, strict=False):
-            is_gathered = isinstance(leaves[0], Rows)
+            is_gathered = isinstance(leaves[0], ChosenRows)
             must_copy = is_gathered or self._is_borrowed
             if isinstance(leaves[0].array if is_gathered else leaves[0], jax.Array):
                 leaves = tuple([_where_it_is(leaf, is_stacked=room is not None) for leaf in leaves])  # noqa: PLW2901
-                must_copy = isinstance(leaves[0], Rows)
+                must_copy = isinstance(leaves[0], ChosenRows)
+            # JAX arrays cannot change. Those of a stack are stacked on their device.
             if isinstance(leaves[0], jax.Array) or not (must_copy or room):
                 landed.append(leaves)
                 continue
-            stack = last[0].stack if last and isinstance(last[0], Slot) else None
+            stack = last[0].stack if last and isinstance(last[0], Landed) else None
             if stack is None or not _has_place(stack, leaves, places):
                 stack = self.empty(leaves, len(piece.counts), room or 1, places)
             write(stack[:, step], leaves, piece.counts)
-            landed.append((Slot(stack, step),) * len(leaves))
+            landed.append((Landed(stack, step),) * len(leaves))
         return piece._replace(parts=list(map(tree.unflatten, zip(*landed, strict=True))))
 
-    def stacked(self, steps: Sequence[Any], counts: Sequence[int], places: int, room: int | None) -> Any:
+    def stacked(self, steps: Sequence[PyTree], counts: Sequence[int], places: int, room: int | None) -> PyTree:
         """Returns one leaf of the steps of a batch in the layout of the devices, without a copy if it has that layout.
 
         Args:
@@ -106,14 +108,16 @@ class Landing:
           An array (replicas, places, ...); with `room`, an array (replicas, room, places, ...).
         """
         first, replicas = steps[0][0], len(counts)
-        if room is None and isinstance(first, Slot) and first.stack.shape[2] == places:
+        if room is None and isinstance(first, Landed) and first.stack.shape[2] == places:
             return first.stack[:, first.step]
+        # What is on a GPU or TPU stays there.
         if isinstance(first, jax.Array) and not is_on_cpu(first):
             return _stacked_on_device([leaves[0] for leaves in steps], counts, places, room)
         is_full = sum(counts) == places * replicas
-        if room is None and is_full and len(steps[0]) == 1 and not isinstance(first, Slot):
+        if room is None and is_full and len(steps[0]) == 1 and not isinstance(first, Landed):
             rows = np.asarray(first)
             return rows.reshape(replicas, places, *rows.shape[1:])
+        # The rows were written to where they are needed when they were read, unless steps were put back or a batch is uneven.
         stack = _common(steps, places, room or 1)
         if stack is None:
             stack = self.empty(steps[0], replicas, room or 1, places)
@@ -124,9 +128,9 @@ class Landing:
         stack[:, len(steps) :] = 0
         return stack
 
-    def empty(self, leaves: Sequence[Any], replicas: int, room: int, places: int) -> np.ndarray:
+    def empty(self, leaves: Sequence[PyTree], replicas: int, room: int, places: int) -> np.ndarray:
         """Returns a new stack for rows like those of one leaf, which is given for each part of a piece."""
-        like = leaves[0] if len(leaves) == 1 or isinstance(leaves[0], Slot) else max(leaves, key=len)
+        like = leaves[0] if len(leaves) == 1 or isinstance(leaves[0], Landed) else max(leaves, key=len)
         shape, dtype = like.shape[1:], like.dtype
         if self._fits_devices and dtype.itemsize > _NARROW_BYTES:
             dtype = jax.dtypes.canonicalize_dtype(dtype)
@@ -136,17 +140,17 @@ class Landing:
 _NARROW_BYTES = 4
 
 
-def columns_of(piece: Piece) -> tuple[list[tuple[Any, ...]], Any]:
+def columns_of(piece: Piece) -> tuple[list[tuple[PyTree, ...]], PyTree]:
     """Returns, for each leaf of a piece, the leaf of each of its parts; and the structure of a part."""
     parts = piece.parts
     leaves, tree = jax.tree.flatten(parts[0])
     return list(zip(leaves, *map(jax.tree.leaves, parts[1:]), strict=True)), tree
 
 
-def _where_it_is(leaf: Any, *, is_stacked: bool) -> Any:
+def _where_it_is(leaf: PyTree, *, is_stacked: bool) -> PyTree:
     """Returns a leaf of JAX's, or rows of one, as an array that shares its memory, or on its device.
 
-    Rows that must be gathered on the host remain `Rows`, as do rows of NumPy arrays.
+    Rows that must be gathered on the host remain `ChosenRows`, as do rows of NumPy arrays.
     """
     if isinstance(leaf, jax.Array):
         return np.asarray(leaf) if is_stacked and is_on_cpu(leaf) else leaf
@@ -154,26 +158,26 @@ def _where_it_is(leaf: Any, *, is_stacked: bool) -> Any:
     return leaf.read() if is_read or not leaf.is_on_host else leaf
 
 
-def _has_place(stack: np.ndarray, leaves: Sequence[Any], places: int) -> bool:
+def _has_place(stack: np.ndarray, leaves: Sequence[PyTree], places: int) -> bool:
     """Returns whether rows can be written to a stack that was made for those of the step before."""
     like = leaves[0] if len(leaves) == 1 else max(leaves, key=len)
     can_cast = like.dtype == stack.dtype or jax.dtypes.canonicalize_dtype(like.dtype) == stack.dtype
     return stack.shape[2:] == (places, *like.shape[1:]) and can_cast
 
 
-def _common(steps: Sequence[Any], places: int, room: int) -> np.ndarray | None:
+def _common(steps: Sequence[PyTree], places: int, room: int) -> np.ndarray | None:
     """Returns the stack in which all steps lie, in their order; None if there is none that is as it should be."""
     first = steps[0][0]
-    stack = first.stack if isinstance(first, Slot) else None
+    stack = first.stack if isinstance(first, Landed) else None
     if stack is None or stack.shape[1] < room or stack.shape[2] != places:
         return None
     for step, (leaf, *_) in enumerate(steps):
-        if not isinstance(leaf, Slot) or leaf.stack is not stack or leaf.step != step:
+        if not isinstance(leaf, Landed) or leaf.stack is not stack or leaf.step != step:
             return None
     return stack[:, :room]
 
 
-def write(out: np.ndarray, leaves: Sequence[Any], counts: Sequence[int]) -> None:
+def write(out: np.ndarray, leaves: Sequence[PyTree], counts: Sequence[int]) -> None:
     """Writes rows into an array (replicas, places, ...). The last real row fills the places that have none.
 
     A real row instead of zeros: a function that is finite on the data is then also finite on the padding.
@@ -187,14 +191,14 @@ def write(out: np.ndarray, leaves: Sequence[Any], counts: Sequence[int]) -> None
       InputError: the arrays of the replicas differ in their shapes.
     """
     leaf, places = leaves[0], out.shape[1]
-    if isinstance(leaf, Slot):
+    if isinstance(leaf, Landed):
         rows = leaf.stack[:, leaf.step]
         width = min(places, rows.shape[1])
         out[:, :width], out[:, width:] = rows[:, :width], rows[:, width - 1 : width]
     elif len(leaves) > 1:
         _write_parts(out, leaves)
-    elif leaf.shape[0] == out.shape[0] * places and (out.flags.c_contiguous or not isinstance(leaf, Rows)):
-        if isinstance(leaf, Rows):
+    elif leaf.shape[0] == out.shape[0] * places and (out.flags.c_contiguous or not isinstance(leaf, ChosenRows)):
+        if isinstance(leaf, ChosenRows):
             leaf.write(out.reshape(leaf.shape))
         else:
             out[...] = np.asarray(leaf).reshape(out.shape)
@@ -208,7 +212,7 @@ def write(out: np.ndarray, leaves: Sequence[Any], counts: Sequence[int]) -> None
             start += count
 
 
-def _write_parts(out: np.ndarray, parts: Sequence[Any]) -> None:
+def _write_parts(out: np.ndarray, parts: Sequence[PyTree]) -> None:
     widest = max(parts, key=len)
     for row, part in zip(out, parts, strict=True):
         if part.shape[1:] != widest.shape[1:]:

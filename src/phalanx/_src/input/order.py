@@ -18,7 +18,7 @@ import numpy as np
 
 from phalanx._src import compat
 from phalanx._src.input.sources.base import State
-from phalanx._src.input.sources.rows import Rows
+from phalanx._src.input.sources.rows import ChosenRows
 from phalanx._src.programs.identity import IdentityMap
 from phalanx.typing import PyTree
 
@@ -60,11 +60,11 @@ def digest_of(batch: PyTree) -> bytes:
 
 def _first_rows(leaf: Any) -> Any:
     """Returns about a megabyte of a leaf, without a copy of the rest from its device."""
-    if not isinstance(leaf, (np.ndarray, jax.Array, Rows)) or not leaf.shape:
+    if not isinstance(leaf, (np.ndarray, jax.Array, ChosenRows)) or not leaf.shape:
         return leaf
     num_bytes = max(1, math.prod(leaf.shape[1:]) * leaf.dtype.itemsize)
     count = min(leaf.shape[0], max(1, _MOST_BYTES // num_bytes))
-    return (leaf[:count] if isinstance(leaf, Rows) else Rows(leaf, slice(0, count))).read()
+    return (leaf[:count] if isinstance(leaf, ChosenRows) else ChosenRows(leaf, slice(0, count))).read()
 
 
 @final

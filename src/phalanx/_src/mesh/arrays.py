@@ -15,8 +15,8 @@ from numpy.typing import DTypeLike
 from phalanx.errors import InputError, shown
 from phalanx.typing import PyTree
 
+# A CPU device uses memory whose address this divides, and copies other memory.
 ALIGNMENT = 64
-"""A CPU device uses memory whose address this divides, and copies other memory."""
 
 _SMALL_BYTES = 1 << 14
 _NARROW_BYTES = 4

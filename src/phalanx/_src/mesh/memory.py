@@ -9,10 +9,10 @@ from numpy.typing import DTypeLike
 
 from phalanx._src.mesh.arrays import ALIGNMENT, aligned_bytes
 
+# A smaller array costs less than to look for a block.
 _SMALLEST_BYTES = 1 << 14
-"""A smaller array costs less than to look for a block."""
+# After so many loans, a block that was not needed is given back to the system.
 _IDLE_LOANS = 256
-"""After so many loans, a block that was not needed is given back to the system."""
 
 
 class Pool:

@@ -29,7 +29,7 @@ from phalanx._src.input.sources.base import (
     stack,
     state_entry,
 )
-from phalanx._src.input.sources.rows import Rows
+from phalanx._src.input.sources.rows import ChosenRows
 from phalanx._src.mesh.arrays import to_host, to_numpy
 from phalanx._src.options import AutoShardPolicy
 from phalanx.errors import InputError, arguments
@@ -128,7 +128,7 @@ class ArrayRecords(AbstractRecords):
     def records(self, start: int, stop: int) -> PyTree:
         tree: Any = self._tree
         rows = slice(start, stop)
-        return tree.unflatten([x[rows] if isinstance(x, np.ndarray) else Rows(x, rows) for x in self._leaves])
+        return tree.unflatten([x[rows] if isinstance(x, np.ndarray) else ChosenRows(x, rows) for x in self._leaves])
 
 
 @final

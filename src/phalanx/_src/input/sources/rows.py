@@ -2,7 +2,7 @@
 """Rows of an array that were chosen and not yet read, so that they are written once, to where they are needed."""
 
 import functools
-from typing import Any, final
+from typing import final
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +12,11 @@ from numpy.typing import DTypeLike
 from phalanx._src.mesh.arrays import is_on_cpu
 from phalanx._src.mesh.memory import Pool
 from phalanx._src.runtime.dispatch import process_dispatching
+from phalanx.typing import PyTree
 
 
 @final
-class Rows:
+class ChosenRows:
     """Rows of an array. A leaf of a batch, beside NumPy and JAX arrays.
 
     Args:
@@ -26,7 +27,7 @@ class Rows:
 
     __slots__ = ("array", "dtype", "index", "shape")
 
-    def __init__(self, array: Any, index: slice | np.ndarray, dtype: DTypeLike | None = None) -> None:
+    def __init__(self, array: PyTree, index: slice | np.ndarray, dtype: DTypeLike | None = None) -> None:
         self.array, self.index, self.dtype = array, index, array.dtype if dtype is None else np.dtype(dtype)
         count = index.stop - index.start if isinstance(index, slice) else len(index)
         self.shape = (count, *array.shape[1:])
@@ -34,19 +35,19 @@ class Rows:
     def __len__(self) -> int:
         return int(self.shape[0])
 
-    def __getitem__(self, part: slice) -> "Rows":
+    def __getitem__(self, part: slice) -> "ChosenRows":
         """Returns some of the rows, which are not read either."""
         start, stop, _ = part.indices(len(self))
         index, stop = self.index, max(start, stop)
         chosen = slice(index.start + start, index.start + stop) if isinstance(index, slice) else index[start:stop]
-        return Rows(self.array, chosen, self.dtype)
+        return ChosenRows(self.array, chosen, self.dtype)
 
     @property
     def is_on_host(self) -> bool:
         """Whether NumPy reads the rows without a copy of the whole array."""
         return not isinstance(self.array, jax.Array) or is_on_cpu(self.array)
 
-    def read(self) -> Any:
+    def read(self) -> PyTree:
         """Returns the rows as a NumPy array or, if they are on a device other than a CPU, as a JAX array on that device.
 
         Consecutive rows are not copied on the host.
@@ -69,22 +70,22 @@ class Rows:
             out[...] = array[index]
 
 
-def read(leaf: Any) -> Any:
+def read(leaf: PyTree) -> PyTree:
     """Returns a leaf of a batch as an array, which may share the memory of its owner."""
-    return leaf.read() if isinstance(leaf, Rows) else leaf
+    return leaf.read() if isinstance(leaf, ChosenRows) else leaf
 
 
-def copy(out: np.ndarray, leaf: Any) -> None:
+def copy(out: np.ndarray, leaf: PyTree) -> None:
     """Writes a leaf of a batch into an array of the host."""
-    if isinstance(leaf, Rows):
+    if isinstance(leaf, ChosenRows):
         leaf.write(out)
     else:
         out[...] = leaf
 
 
-def owned(leaf: Any, pool: Pool) -> Any:
+def owned(leaf: PyTree, pool: Pool) -> PyTree:
     """Returns a copy of a leaf, to which nobody else writes. JAX arrays cannot change, so they are not copied."""
-    if isinstance(leaf, jax.Array) or (isinstance(leaf, Rows) and not leaf.is_on_host):
+    if isinstance(leaf, jax.Array) or (isinstance(leaf, ChosenRows) and not leaf.is_on_host):
         return read(leaf)
     array = pool.empty((1, *leaf.shape), leaf.dtype)[0]
     copy(array, leaf)
@@ -93,10 +94,10 @@ def owned(leaf: Any, pool: Pool) -> Any:
 
 # One program for all batches: the first row is an argument.
 @functools.partial(jax.jit, static_argnums=(2, 3))
-def _consecutive(array: jax.Array, start: int, count: int, dtype: Any) -> jax.Array:
+def _consecutive(array: jax.Array, start: int, count: int, dtype: PyTree) -> jax.Array:
     return jax.lax.dynamic_slice_in_dim(array, start, count).astype(dtype)
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _taken(array: jax.Array, index: np.ndarray, dtype: Any) -> jax.Array:
+def _taken(array: jax.Array, index: np.ndarray, dtype: PyTree) -> jax.Array:
     return jnp.take(array, index, axis=0).astype(dtype)
