@@ -129,7 +129,7 @@ class EpochData:
         # For `get_state`: steps of the epoch so far, the iterator they came from, what decided the order before the epoch in which it was
         # created, and a digest of its first batch.
         self._reading: DistributedIterator | None = None
-        self._done, self._before_epoch, self._opened = 0, _NO_ORDER, _NO_ORDER
+        self._done, self._opened = 0, _NO_ORDER
         self._first = bytes(8)
         # The same before the present group of steps, for a group that fails.
         self._before: tuple[int, State] = (0, {})
@@ -297,7 +297,7 @@ class EpochData:
             adapter.on_epoch_end()
 
     def _new_iterator(self) -> DistributedIterator:
-        self._opened = self._before_epoch
+        self._opened = self._order.before_epoch
         iterator = iter(self._dataset)
         if self._reads_beside:
             iterator.read_beside()
@@ -360,7 +360,7 @@ class EpochData:
             self._done = state["done"]
             if state["iterator"] is None:
                 set_generators(now)
-        self._before_epoch = self._order.take()
+        self._order.begin_epoch()
         self._open_epoch(self._adapter)
         if state is not None and state["iterator"] is not None:
             # Keras draws the order when the epoch begins, or when it reads the first batch, so draw it again.
@@ -388,7 +388,7 @@ class EpochData:
             self._iterator, self._done = self._new_iterator(), 0
 
     def _require_same_order(self, iterator: DistributedIterator) -> None:
-        """Checks that all workers read the same first batch, because each keeps its part of it. It stays the next one if a worker is lost.
+        """Checks that all workers read the same first batch, because each keeps its part of it. It stays the next one, also after the loss of a worker.
 
         Raises:
           InputError: they have read different ones.

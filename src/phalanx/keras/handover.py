@@ -30,6 +30,14 @@ from phalanx.typing import PyTree
 _OF_PROCESS = ("_model", "append", "append_header", "model", "params", "writer")
 """Attributes of a callback that belong to its own process."""
 
+WRITERS = (
+    keras.callbacks.BackupAndRestore,
+    keras.callbacks.CSVLogger,
+    keras.callbacks.ModelCheckpoint,
+    keras.callbacks.TensorBoard,
+)
+"""Callbacks that only write files. With several processes, they run on the first one only."""
+
 Marks = Mapping[str, str | int]
 """A mark for each attribute of a callback, which changes with its value: a text if the value can be sent, else its identity."""
 
@@ -46,7 +54,6 @@ class Run:
       progress: progress of the training run.
       epochs: the number of epochs.
       validation_freq: after which epochs the validation runs.
-      writers: classes of callbacks that only the chief runs.
       training: continues the training run if processes are lost. None if the group does not change.
       fresh: the marks that callbacks had when they were fresh, also those of earlier calls of `fit`.
     """
@@ -58,7 +65,6 @@ class Run:
     progress: FitProgress
     epochs: int
     validation_freq: int | Collection[int]
-    writers: tuple[type[Callback], ...]
     training: Training | None
     fresh: IdentityMap[Marks] = field(default_factory=IdentityMap)
     _counters: dict[str, dict[str, Any]] = field(default_factory=dict, init=False)
@@ -119,7 +125,7 @@ class Run:
         """
         rank, source, counters = topology.worker_index, self.training.source if self.training else 0, {}
         for i, callback in enumerate(self._all()):
-            if rank == (0 if isinstance(callback, self.writers) else source):
+            if rank == (0 if isinstance(callback, WRITERS) else source):
                 fresh = self.fresh.get(callback) or {}
                 counters[str(i)] = _counters_of(callback, has_arrays=has_arrays, fresh=fresh)
         written = [self.training.told[0], self.training.told[2]] if self.training else [-1, 0]
@@ -151,7 +157,7 @@ class Run:
     def promote(self) -> None:
         """Adds the callbacks that only the chief runs, because this process has become the chief."""
         for i, callback in enumerate(self.callbacks):
-            if not isinstance(callback, self.writers) or _is_among(callback, self.hooks.callbacks):
+            if not isinstance(callback, WRITERS) or _is_among(callback, self.hooks.callbacks):
                 continue
             if isinstance(callback, keras.callbacks.CSVLogger):
                 callback.append = True  # The rows of the former chief stay in the file.

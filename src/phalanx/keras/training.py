@@ -34,18 +34,10 @@ from phalanx.keras.agreement import settle_epoch, stops
 from phalanx.keras.backup import BackupAndRestore, FitProgress, informed
 from phalanx.keras.callbacks import Callbacks, runs_user_code
 from phalanx.keras.data import EpochData, steps_in
-from phalanx.keras.handover import Marks, Run
+from phalanx.keras.handover import WRITERS, Marks, Run
 from phalanx.keras.programs import ReplicaStep, StepProgram, is_single
 from phalanx.keras.tensorboard import writing
 from phalanx.typing import PyTree
-
-_WRITERS = (
-    keras.callbacks.BackupAndRestore,
-    keras.callbacks.CSVLogger,
-    keras.callbacks.ModelCheckpoint,
-    keras.callbacks.TensorBoard,
-)
-"""Callbacks that only write files. With several processes, they run on the first one only."""
 
 
 class ModelTrainer:
@@ -137,7 +129,6 @@ class ModelTrainer:
                     progress,
                     most,
                     validation_freq,
-                    _WRITERS,
                     training,
                     fresh,
                 )
@@ -472,7 +463,7 @@ class ModelTrainer:
         # because it decides about a collective call.
         self._hears_batches = compat.listens(user_callbacks, "train", "end")
         if not self._topology.is_chief:
-            user_callbacks, verbose = [c for c in user_callbacks if not isinstance(c, _WRITERS)], 0
+            user_callbacks, verbose = [c for c in user_callbacks if not isinstance(c, WRITERS)], 0
         if self._has_peers and verbose == "auto" and not sys.stdout.isatty():
             # A progress bar would fill a log file. 2 prints one line per epoch.
             verbose = 2

@@ -12,8 +12,6 @@ from phalanx.errors import SlipWarning
 from phalanx.keras.backup import FitProgress
 from phalanx.keras.handover import Run
 
-WRITERS = (keras.callbacks.CSVLogger, keras.callbacks.ModelCheckpoint)
-
 
 @pytest.fixture
 def run_of():
@@ -26,7 +24,7 @@ def run_of():
         hooks = keras.callbacks.CallbackList(list(given), add_history=True, model=model)
         progress = FitProgress(None, None, strategy.topology, lambda: None)
         hooks.on_train_begin()
-        run = Run(None, None, hooks, given, progress, 1, 1, WRITERS, None)
+        run = Run(None, None, hooks, given, progress, 1, 1, None)
         run.note_fresh()
         return run, strategy.topology
 

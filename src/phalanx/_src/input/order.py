@@ -74,10 +74,14 @@ class Order:
     Args:
       data: the dataset. None if it is unknown.
       fresh: attributes of datasets when they were fresh. That of `data` is added.
+
+    Attributes:
+      before_epoch: what `take` returned before the present epoch.
     """
 
-    def __init__(self, data: Any, fresh: IdentityMap[State] | None = None) -> None:
+    def __init__(self, data: PyTree, fresh: IdentityMap[State] | None = None) -> None:
         self._data = data
+        self.before_epoch: State = {}
         fresh = IdentityMap() if fresh is None else fresh
         self._fresh = fresh.get(data)
         if self._fresh is None:
@@ -101,6 +105,10 @@ class Order:
         }
         return {"generators": generators(), "attributes": changes}
 
+    def begin_epoch(self) -> None:
+        """Notes what decides the order of an epoch that begins."""
+        self.before_epoch = self.take()
+
     def restore(self, state: State) -> None:
         """Goes back to what `take` has returned, perhaps in another process."""
         set_generators(state["generators"])
@@ -111,16 +119,16 @@ class Order:
 
     def _set_attributes(self, changes: State) -> None:
         assert self._fresh is not None
-        wanted = {**self._fresh, **changes}
+        values = {**self._fresh, **changes}
         for path, owner, name, value in list(_attributes(self._data)):
-            if path in wanted and not _are_same(value, wanted[path]):
-                _set(owner, name, wanted[path])
+            if path in values and not _are_same(value, values[path]):
+                _set(owner, name, values[path])
         for path in changes.keys() - self._fresh.keys():
             if "." not in path:
                 vars(self._data)[path] = _copied(changes[path])
 
 
-def _attributes(owner: Any, before: str = "", depth: int = _DEPTH) -> Iterator[tuple[str, Any, str, Any]]:
+def _attributes(owner: PyTree, before: str = "", depth: int = _DEPTH) -> Iterator[tuple[str, PyTree, str, PyTree]]:
     """Yields path, owner, name and value of the attributes of a dataset that may decide its order."""
     is_of_library = _library(owner) in _LIBRARIES
     for name, attribute in list(getattr(owner, "__dict__", {}).items()):
@@ -136,11 +144,11 @@ def _attributes(owner: Any, before: str = "", depth: int = _DEPTH) -> Iterator[t
             yield from _attributes(attribute, f"{before}{name}.", depth - 1)
 
 
-def _library(value: Any) -> str:
+def _library(value: PyTree) -> str:
     return type(value).__module__.partition(".")[0]
 
 
-def _values(attribute: Any) -> Iterator[Any]:
+def _values(attribute: PyTree) -> Iterator[PyTree]:
     """Yields the value of an attribute, unless it is of a kind that does not decide an order."""
     if isinstance(attribute, np.random.Generator):
         yield attribute.bit_generator.state
@@ -162,11 +170,11 @@ def _values(attribute: Any) -> Iterator[Any]:
         yield attribute
 
 
-def _is_of_torch(attribute: Any) -> bool:
+def _is_of_torch(attribute: PyTree) -> bool:
     return _library(attribute) == "torch" and type(attribute).__name__ == "Generator"
 
 
-def _set(owner: Any, name: str, value: Any) -> None:
+def _set(owner: PyTree, name: str, value: PyTree) -> None:
     """Sets an attribute to a value that `_values` has yielded."""
     attribute = vars(owner)[name]
     if isinstance(attribute, np.random.Generator):
@@ -185,11 +193,11 @@ def _set(owner: Any, name: str, value: Any) -> None:
         vars(owner)[name] = _copied(value)
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: PyTree) -> PyTree:
     return value.copy() if isinstance(value, (np.ndarray, list, dict)) else value
 
 
-def _are_same(a: Any, b: Any) -> bool:
+def _are_same(a: PyTree, b: PyTree) -> bool:
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         return type(a) is type(b) and a.dtype == b.dtype and np.array_equal(a, b)
     if isinstance(a, dict) and isinstance(b, dict):
