@@ -120,6 +120,7 @@ class Order:
     def _set_attributes(self, changes: State) -> None:
         assert self._fresh is not None
         values = {**self._fresh, **changes}
+        # What has not changed elsewhere becomes fresh again: a process that joins has tried a step before.
         for path, owner, name, value in list(_attributes(self._data)):
             if path in values and not _are_same(value, values[path]):
                 _set(owner, name, values[path])
