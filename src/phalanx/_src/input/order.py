@@ -126,7 +126,7 @@ class Order:
                 _set(owner, name, values[path])
         for path in changes.keys() - self._fresh.keys():
             if "." not in path:
-                vars(self._data)[path] = _copied(changes[path])
+                setattr(self._data, path, _copied(changes[path]))
 
 
 def _attributes(owner: PyTree, before: str = "", depth: int = _DEPTH) -> Iterator[tuple[str, PyTree, str, PyTree]]:
@@ -191,7 +191,7 @@ def _set(owner: PyTree, name: str, value: PyTree) -> None:
     elif isinstance(attribute, list) and isinstance(value, list):
         attribute[:] = value  # Other objects may hold the same list.
     else:
-        vars(owner)[name] = _copied(value)
+        setattr(owner, name, _copied(value))
 
 
 def _copied(value: PyTree) -> PyTree:
