@@ -18,13 +18,11 @@ from phalanx._src.compat import Variable
 
 
 class GradientPath(Protocol):
-    """What happens to the gradients of one update. A path may contain another one.
+    """What happens to the gradients of one update. A path may contain another one."""
 
-    Attributes:
-      variables: the state that the path keeps between steps.
-    """
-
-    variables: Sequence[Variable]
+    @property
+    def variables(self) -> Sequence[Variable]:
+        """The state that the path keeps between steps."""
 
     def sum(self, grads: Sequence[Any], state: Sequence[jax.Array]) -> tuple[list[Any], list[jax.Array]]:
         """Returns the gradients for the optimizer, and the new values of `variables`.
