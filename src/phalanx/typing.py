@@ -3,8 +3,6 @@
 
 from typing import Any, TypeAlias
 
-from phalanx.errors.names import suggest_names
-
 __all__ = ["PyTree"]
 
 PyTree: TypeAlias = Any
@@ -12,5 +10,3 @@ PyTree: TypeAlias = Any
 
 Python cannot express the leaves of a recursive container that other libraries extend, so that a type checker takes it for `Any`.
 """
-
-suggest_names(__name__)

@@ -181,7 +181,7 @@ class EpochData:
         return strategy.experimental_distribute_dataset(BatchStream(self._noted(batches), facts, is_ready=True))
 
     def read_beside(self) -> None:
-        """Lets a thread read data in memory beside the steps. The caller promises that nobody writes to them during an epoch."""
+        """Allows a thread to read data in memory beside the steps. The caller promises that nobody writes to them during an epoch."""
         self._reads_beside = None if self._reads_beside is None else True
 
     def _noted(self, make: Callable[[], Iterator[PyTree]]) -> Callable[[], Iterator[PyTree]]:

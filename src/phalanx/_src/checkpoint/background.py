@@ -39,7 +39,7 @@ def expect(file: Path) -> None:
 
 
 def _arrive(file: Path) -> None:
-    """Waits for a file, as long as somebody writes it, and nobody expects another one."""
+    """Waits for a file, as long as a process writes it and none expects another one."""
     seen, since_s = -1, time.monotonic()
     while not file.exists() and threading.current_thread() is _writing and threading.main_thread().is_alive():
         size = sum(part.stat().st_size for part in file.parent.glob(f".{file.name}.*.part") if part.exists())

@@ -13,7 +13,7 @@ from phalanx._src.programs.identity import IdentityMap
 class StoredSlots:
     """The slots in a checkpoint.
 
-    The slots of a variable that is in the checkpoint itself have its name there. Those of others have the name of Keras, whose numbers
+    The slots of a variable that is in the checkpoint itself have its name there. Slots of other variables have the name of Keras, whose numbers
     depend on what a program has made before: the others with equal names but for the numbers must be as many as in the checkpoint.
 
     Args:

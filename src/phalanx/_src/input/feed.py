@@ -206,7 +206,7 @@ class ReadAhead(AbstractBatches):
         return self._readings.get()
 
     def read_beside(self) -> None:
-        """Lets a thread read data in memory while the consumer works, which has promised that nobody writes to them meanwhile."""
+        """Allows a thread to read data in memory beside the consumer. The consumer promises that nobody writes to the data during that time."""
         if self._may_read_beside and not self._in_thread:
             self.stop()
             self._in_thread = True

@@ -348,7 +348,7 @@ class DistributedIterator(AbstractIterator):
                 self._batches.read_beside()
 
     def read_beside(self) -> None:
-        """Lets a thread read data in memory ahead. The caller promises that until `stop_reading` nobody writes to them."""
+        """Allows a thread to read data in memory ahead. The caller promises that until `stop_reading` nobody writes to them."""
         self._reads_beside = True
         if isinstance(self._batches, ReadAhead):
             self._batches.read_beside()

@@ -84,7 +84,7 @@ class Landing:
             if isinstance(leaves[0].array if is_gathered else leaves[0], jax.Array):
                 leaves = tuple([_where_it_is(leaf, is_stacked=room is not None) for leaf in leaves])  # noqa: PLW2901
                 must_copy = isinstance(leaves[0], ChosenRows)
-            # JAX arrays cannot change. Those of a stack are stacked on their device.
+            # JAX arrays cannot change. The arrays of a stack are stacked on their device.
             if isinstance(leaves[0], jax.Array) or not (must_copy or room):
                 landed.append(leaves)
                 continue

@@ -327,7 +327,7 @@ class Topology:
     def join_per_replica(self, parts: Sequence[jax.Array | np.ndarray]) -> jax.Array:
         """Joins one array per local replica into an array `(num_replicas, ...)`.
 
-        Arrays of CPUs are not copied. Those of other devices are copied there, because JAX has no views of them.
+        Arrays of CPUs are not copied. Arrays of other devices are copied there, because JAX has no views of them.
         """
         pairs = zip(parts, self.local_replicas, strict=True)
         placed = [_as_row(x, d) for x, i in pairs for d in self.devices_of(i)]

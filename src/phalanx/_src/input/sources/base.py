@@ -45,7 +45,7 @@ class Piece(NamedTuple):
 class Owner(enum.Enum):
     """Who owns the memory of the batches that a source reads, and until when."""
 
-    # The caller, for ever: arrays and lists, to which the caller's code may write between two batches.
+    # The caller, forever: arrays and lists, to which the caller's code may write between two batches.
     CALLER = "caller"
     # The caller, or a library, until the next read: a generator may write the next batch into the same arrays.
     UNTIL_READ = "until read"
