@@ -3,38 +3,24 @@
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from operator import itemgetter
-from types import GeneratorType
 from typing import Any, final
 
 import jax
 import keras
 import numpy as np
 
-from phalanx._src import compat
 from phalanx._src.input.distributed import DistributedDataset
 from phalanx._src.input.iterator import DistributedIterator
-from phalanx._src.input.order import Order, digest_of, generators, set_generators
-from phalanx._src.input.sources.base import (
-    INFINITE,
-    UNKNOWN,
-    AbstractRows,
-    Facts,
-    Owner,
-    State,
-    size_of,
-    to_host,
-)
-from phalanx._src.input.sources.batches import BatchStream
+from phalanx._src.input.order import Order, generators, set_generators
+from phalanx._src.input.sources.base import INFINITE, AbstractRows, State
 from phalanx._src.input.sources.functions import InputContext
-from phalanx._src.input.sources.rows import ChosenRows
-from phalanx._src.mesh.arrays import as_array, copied, is_sparse
 from phalanx._src.options import InputOptions
 from phalanx._src.programs.identity import IdentityMap
 from phalanx._src.strategies.base import Strategy
 from phalanx._src.typed_jax import shape_dtype
 from phalanx.errors import InputError, InvalidArgumentError, OutOfRangeError, arguments, listed, shown, warn_of_slip
+from phalanx.keras.adapter import AdaptedData, adapter_of
 from phalanx.typing import PyTree
 
 _NO_ORDER: State = {}
@@ -123,20 +109,17 @@ class EpochData:
         self._stacked = group if is_stacked else 1
         self._iterator: DistributedIterator | None = None
         self._is_empty = True
-        self._adapter: Any = None
-        # None if a thread must not read the data.
-        self._reads_beside: bool | None = False
-        # For `get_state`: steps of the epoch so far, the iterator they came from, what decided the order before the epoch in which it was
-        # created, and a digest of its first batch.
+        self._reads_beside = False
+        # For `get_state`: steps of the epoch so far, the iterator they came from, and what decided the order before the epoch in which it
+        # was created.
         self._reading: DistributedIterator | None = None
         self._done, self._opened = 0, _NO_ORDER
-        self._first = bytes(8)
         # The same before the present group of steps, for a group that fails.
         self._before: tuple[int, State] = (0, {})
-        self._open: PyTree = None  # The adapter that is within an epoch.
         self._restored: State | None = None
         batched = _batched(strategy, x, data)
-        self._dataset = self._of_keras(strategy, x, steps, data) if batched is None else batched
+        self._adapted = AdaptedData(adapter_of(x, steps, data) if batched is None else None, steps)
+        self._dataset = self._adapted.distribute(strategy) if batched is None else batched
         self._order = Order(x if batched is None else batched.origin, fresh)
         is_endless = isinstance(x, keras.utils.PyDataset) and x.num_batches is None
         if steps is None and (is_endless or self._dataset.cardinality == INFINITE):
@@ -147,53 +130,9 @@ class EpochData:
             )
         self._is_checked = False
 
-    def _of_keras(self, strategy: Strategy, x: PyTree, steps: int | None, data: dict[str, Any]) -> DistributedDataset:
-        if isinstance(x, GeneratorType):
-            x = compat.peeked(x, _kept)
-        self._adapter = adapter = compat.data_adapter(x=x, steps_per_epoch=steps, **data)
-        count = UNKNOWN if adapter.num_batches is None else adapter.num_batches
-        batch_size, is_full = compat.size_of_batches(adapter)
-        facts = Facts(
-            batch_size=batch_size,
-            is_full=is_full,
-            num_batches=count,
-            owner=Owner.NOBODY if compat.makes_arrays(adapter) else Owner.UNTIL_READ,
-        )
-        if compat.is_array_adapter(adapter):
-            return self._of_arrays(strategy, facts)
-        source = BatchStream(self._noted(compat.raw_batches(adapter)), facts)
-        # Data that is told of the end of an epoch may read the next epoch differently, so nothing of it is read before.
-        is_read_ahead = steps is None or not compat.has_epoch_hooks(adapter)
-        options = InputOptions() if is_read_ahead else InputOptions(experimental_per_replica_buffer_size=0)
-        return strategy.experimental_distribute_dataset(source, options)
-
-    def _of_arrays(self, strategy: Strategy, facts: Facts) -> DistributedDataset:
-        batches = compat.ArrayBatches(self._adapter, _checked, ChosenRows, to_host)
-        self._reads_beside = None if compat.draws_while_reading(self._adapter) else False
-        num_rows, size = compat.num_rows(self._adapter), size_of(batches.arrays)
-        facts = replace(
-            facts,
-            num_records=num_rows,
-            is_in_memory=True,
-            owner=Owner.CALLER,
-            batch_bytes=size * (facts.batch_size or 1) // max(1, num_rows),
-        )
-        return strategy.experimental_distribute_dataset(BatchStream(self._noted(batches), facts, is_ready=True))
-
     def read_beside(self) -> None:
         """Allows a thread to read data in memory beside the steps. The caller promises that nobody writes to them during an epoch."""
-        self._reads_beside = None if self._reads_beside is None else True
-
-    def _noted(self, make: Callable[[], Iterator[PyTree]]) -> Callable[[], Iterator[PyTree]]:
-        """Returns a function like `make`, whose iterators note a digest of their first batch."""
-
-        def noting(batches: Iterator[PyTree]) -> Iterator[PyTree]:
-            for number, batch in enumerate(batches):
-                if not number:
-                    self._first = digest_of(batch)
-                yield batch
-
-        return lambda: noting(make())
+        self._reads_beside = not self._adapted.draws_while_reading
 
     @property
     def num_batches(self) -> int | None:
@@ -218,20 +157,11 @@ class EpochData:
     @property
     def element_spec(self) -> PyTree:
         """Shapes and dtypes of a global batch: a pytree of `jax.ShapeDtypeStruct`."""
-        if not compat.has_epochs(self._adapter):
+        spec = self._adapted.spec()
+        if spec is None:
             replicas = self._dataset.topology.num_replicas
-            return jax.tree.map(lambda x: _of_all(x, replicas), self._dataset.next_spec)
-        # Keras begins an epoch to build the model, reads one batch, and ends the epoch. That draws one random order of the rows. Do
-        # the same, so that the epochs have the same orders as in Keras. `restart` ends the epoch.
-        self._open_epoch(compat.separate(self._adapter))
-        batch = next(iter(self._open.get_numpy_iterator()), None)
-        if batch is None:
-            raise InputError(
-                "fit, evaluate or predict on data without rows",
-                "the shapes for building the model are unknown.",
-                "pass at least one row",
-            )
-        return jax.tree.map(lambda x: shape_dtype(x.shape, x.dtype), batch)
+            spec = jax.tree.map(lambda x: _of_all(x, replicas), self._dataset.next_spec)
+        return spec
 
     def restart(self) -> None:
         """Makes the next epoch begin with the first batch, unless the data can be read only once.
@@ -240,9 +170,8 @@ class EpochData:
         """
         if self._reading is not None:
             self._reading.stop_reading()
-        self._open = self._open or self._adapter
-        self._close_epoch()
-        if not compat.goes_on(self._adapter):
+        self._adapted.end_pass()
+        if not self._adapted.is_read_once:
             self._iterator = None
 
     def epoch(self) -> Iterator[tuple[int, list[tuple[Any, int]]]]:
@@ -284,17 +213,7 @@ class EpochData:
         elif self._steps is not None:
             self._warn(done)
         self._done, self._reading = 0, self._iterator
-        self._close_epoch()
-
-    def _open_epoch(self, adapter: PyTree) -> None:
-        if adapter is not None:
-            adapter.on_epoch_begin()
-            self._open = adapter
-
-    def _close_epoch(self) -> None:
-        adapter, self._open = self._open, None
-        if adapter is not None:
-            adapter.on_epoch_end()
+        self._adapted.end_epoch()
 
     def _new_iterator(self) -> DistributedIterator:
         self._opened = self._order.before_epoch
@@ -318,7 +237,7 @@ class EpochData:
             return {"done": self._done, "iterator": None, "order": self._order.take(), "first": ""}
         done, position = self._before if undone else (self._done, None)
         position = self._reading.get_state() if position is None else self._reading.state_at(position)
-        return {"done": done, "iterator": position, "order": self._opened, "first": self._first.hex()}
+        return {"done": done, "iterator": position, "order": self._opened, "first": self._adapted.first.hex()}
 
     def get_order(self) -> State:
         """Returns the position at the beginning of the present epoch, or between two epochs."""
@@ -336,7 +255,7 @@ class EpochData:
         Raises:
           InputError: the data can be read only once.
         """
-        if compat.goes_on(self._adapter):
+        if self._adapted.is_read_once:
             raise InputError(
                 "fit of a generator in a group whose processes have changed",
                 "a generator can be read only once, and the steps since the last copy must be repeated.",
@@ -344,7 +263,7 @@ class EpochData:
             )
         if self._reading is not None:
             self._reading.stop_reading()
-        self._close_epoch()
+        self._adapted.end_epoch()
         self._iterator, self._reading, self._is_checked = None, None, False
 
     def set_state(self, state: State) -> None:
@@ -361,17 +280,17 @@ class EpochData:
             if state["iterator"] is None:
                 set_generators(now)
         self._order.begin_epoch()
-        self._open_epoch(self._adapter)
+        self._adapted.begin_epoch()
         if state is not None and state["iterator"] is not None:
             # Keras draws the order when the epoch begins, or when it reads the first batch, so draw it again.
             self._iterator = self._new_iterator()
-            if self._adapter is None:
+            if not self._adapted:
                 self._order.restore(state["order"])  # The new iterator may have opened the data already.
             self._iterator.set_state(state["iterator"])
             self._iterator.look(0)
-            if not compat.draws_while_reading(self._adapter):
+            if not self._adapted.draws_while_reading:
                 set_generators(now)
-            if self._adapter is not None and self._first.hex() != state["first"]:
+            if self._adapted and self._adapted.first.hex() != state["first"]:
                 self._begin_again()
         return state is not None
 
@@ -380,10 +299,10 @@ class EpochData:
         assert self._iterator is not None
         warn_of_slip(
             f"The data has another order than when its position was saved after {self._done} steps of an epoch"
-            + ("." if compat.goes_on(self._adapter) else ", so the epoch begins again."),
+            + ("." if self._adapted.is_read_once else ", so the epoch begins again."),
             "get_state() and set_state(state) in the dataset, which say what decides its order",
         )
-        if not compat.goes_on(self._adapter):
+        if not self._adapted.is_read_once:
             self._iterator.stop_reading()
             self._iterator, self._done = self._new_iterator(), 0
 
@@ -394,10 +313,10 @@ class EpochData:
           InputError: they have read different ones.
         """
         topology = self._dataset.topology
-        if self._adapter is None or topology.num_workers == 1:
+        if not self._adapted or topology.num_workers == 1:
             return
         iterator.look(0)
-        digests = topology.exchange(np.frombuffer(self._first, np.uint32))
+        digests = topology.exchange(np.frombuffer(self._adapted.first, np.uint32))
         ranks = [str(rank) for rank, digest in enumerate(digests) if (digest != digests[0]).any()]
         if ranks:
             raise InputError(
@@ -418,22 +337,6 @@ class EpochData:
 def _of_all(spec: jax.ShapeDtypeStruct, replicas: int) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype of the rows of all replicas, from those of one replica."""
     return shape_dtype((spec.shape[0] * replicas, *spec.shape[1:]), spec.dtype) if spec.shape else spec
-
-
-def _checked(array: PyTree) -> PyTree:
-    """Returns an array with all rows as one that JAX can hold. Text and objects are refused when they are read."""
-    usual = as_array(array, "fit, evaluate or predict on an array")
-    return array if usual is None else usual
-
-
-def _kept(batch: PyTree) -> PyTree:
-    """Returns a batch of a generator, in memory to which the generator does not write again."""
-
-    def kept(leaf: PyTree) -> PyTree:
-        array = as_array(leaf)
-        return leaf if array is None or isinstance(leaf, np.generic) else copied(array)
-
-    return jax.tree.map(kept, batch, is_leaf=is_sparse)
 
 
 def _batched(strategy: Strategy, x: PyTree, data: dict[str, Any]) -> DistributedDataset | None:

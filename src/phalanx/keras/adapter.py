@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Data that Keras's adapters read for `fit`, `evaluate` and `predict`: a source of batches, and its epochs."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import GeneratorType
+from typing import final
+
+import jax
+import numpy as np
+
+from phalanx._src import compat
+from phalanx._src.input.distributed import DistributedDataset
+from phalanx._src.input.order import digest_of
+from phalanx._src.input.sources.base import UNKNOWN, Facts, Owner, size_of, to_host
+from phalanx._src.input.sources.batches import BatchStream
+from phalanx._src.input.sources.rows import ChosenRows
+from phalanx._src.mesh.arrays import as_array, copied, is_sparse
+from phalanx._src.options import InputOptions
+from phalanx._src.strategies.base import Strategy
+from phalanx._src.typed_jax import shape_dtype
+from phalanx.errors import InputError
+from phalanx.typing import PyTree
+
+
+def adapter_of(x: PyTree, steps: int | None, data: dict[str, PyTree]) -> PyTree:
+    """Returns Keras's adapter of any data that Keras accepts.
+
+    Args:
+      x: the data.
+      steps: number of batches per epoch. None for all.
+      data: further arguments of the adapter, such as `y` and `batch_size`.
+    """
+    if isinstance(x, GeneratorType):
+        x = compat.peeked(x, _kept)
+    return compat.data_adapter(x=x, steps_per_epoch=steps, **data)
+
+
+@final
+class AdaptedData:
+    """The data of one of Keras's adapters.
+
+    Args:
+      adapter: what `adapter_of` returns. None if Keras does not read the data: its epochs then have no beginning and no end.
+      steps: number of batches per epoch. None for all.
+
+    Attributes:
+      first: a digest of the first batch of the iterator that was opened last. Zeros before.
+    """
+
+    def __init__(self, adapter: PyTree, steps: int | None) -> None:
+        self._adapter, self._steps = adapter, steps
+        self.first = bytes(8)
+        self._open: PyTree = None  # The adapter that is within an epoch.
+
+    def __bool__(self) -> bool:
+        return self._adapter is not None
+
+    @property
+    def is_read_once(self) -> bool:
+        """Whether a new iterator continues where the last one stopped, as for a generator."""
+        return compat.goes_on(self._adapter)
+
+    @property
+    def draws_while_reading(self) -> bool:
+        """Whether an order is drawn for each batch, not only for each epoch."""
+        return compat.draws_while_reading(self._adapter)
+
+    def distribute(self, strategy: Strategy) -> DistributedDataset:
+        """Returns the dataset of the adapter's batches, for the replicas of a strategy."""
+        adapter = self._adapter
+        count = UNKNOWN if adapter.num_batches is None else adapter.num_batches
+        batch_size, is_full = compat.size_of_batches(adapter)
+        owner = Owner.NOBODY if compat.makes_arrays(adapter) else Owner.UNTIL_READ
+        facts = Facts(batch_size=batch_size, is_full=is_full, num_batches=count, owner=owner)
+        if compat.is_array_adapter(adapter):
+            return strategy.experimental_distribute_dataset(self._of_arrays(facts))
+        # Data that is told of the end of an epoch may read the next epoch differently, so nothing of it is read before.
+        is_read_ahead = self._steps is None or not compat.has_epoch_hooks(adapter)
+        options = InputOptions() if is_read_ahead else InputOptions(experimental_per_replica_buffer_size=0)
+        source = BatchStream(self._noted(compat.raw_batches(adapter)), facts)
+        return strategy.experimental_distribute_dataset(source, options)
+
+    def _of_arrays(self, facts: Facts) -> BatchStream:
+        batches = compat.ArrayBatches(self._adapter, _checked, ChosenRows, to_host)
+        num_rows, size = compat.num_rows(self._adapter), size_of(batches.arrays)
+        facts = replace(
+            facts,
+            num_records=num_rows,
+            is_in_memory=True,
+            owner=Owner.CALLER,
+            batch_bytes=size * (facts.batch_size or 1) // max(1, num_rows),
+        )
+        return BatchStream(self._noted(batches), facts, is_ready=True)
+
+    def _noted(self, make: Callable[[], Iterator[PyTree]]) -> Callable[[], Iterator[PyTree]]:
+        """Returns a function like `make`, whose iterators note a digest of their first batch."""
+
+        def noting(batches: Iterator[PyTree]) -> Iterator[PyTree]:
+            for number, batch in enumerate(batches):
+                if not number:
+                    self.first = digest_of(batch)
+                yield batch
+
+        return lambda: noting(make())
+
+    def spec(self) -> PyTree:
+        """Returns shapes and dtypes of a global batch, from the first batch of an epoch. None if no batch can be read beforehand.
+
+        Keras begins an epoch to build the model, reads one batch, and ends the epoch. That draws one random order of the rows. The
+        same is done here, so that the epochs have the same orders as in Keras. `end_pass` ends the epoch.
+
+        Raises:
+          InputError: there are no rows.
+        """
+        if not compat.has_epochs(self._adapter):
+            return None
+        self._begin(compat.separate(self._adapter))
+        batch = next(iter(self._open.get_numpy_iterator()), None)
+        if batch is None:
+            raise InputError(
+                "fit, evaluate or predict on data without rows",
+                "the shapes for building the model are unknown.",
+                "pass at least one row",
+            )
+        return jax.tree.map(lambda x: shape_dtype(x.shape, x.dtype), batch)
+
+    def begin_epoch(self) -> None:
+        """Tells the data that an epoch begins."""
+        self._begin(self._adapter)
+
+    def _begin(self, adapter: PyTree) -> None:
+        if adapter is not None:
+            adapter.on_epoch_begin()
+            self._open = adapter
+
+    def end_epoch(self) -> None:
+        """Tells the data that the epoch has ended, if one has begun."""
+        adapter, self._open = self._open, None
+        if adapter is not None:
+            adapter.on_epoch_end()
+
+    def end_pass(self) -> None:
+        """Tells the data that an epoch has ended, even if none has begun, as Keras does: some data is shuffled by that."""
+        self._open = self._open or self._adapter
+        self.end_epoch()
+
+
+def _checked(array: PyTree) -> PyTree:
+    """Returns an array with all rows as one that JAX can hold. Text and objects are refused when they are read."""
+    usual = as_array(array, "fit, evaluate or predict on an array")
+    return array if usual is None else usual
+
+
+def _kept(batch: PyTree) -> PyTree:
+    """Returns a batch of a generator, in memory to which the generator does not write again."""
+
+    def kept(leaf: PyTree) -> PyTree:
+        array = as_array(leaf)
+        return leaf if array is None or isinstance(leaf, np.generic) else copied(array)
+
+    return jax.tree.map(kept, batch, is_leaf=is_sparse)
