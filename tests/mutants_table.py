@@ -505,7 +505,7 @@ FAULTS = [
     Fault(
         "integers of 64 bits are narrowed silently",
         "arrays:as_array",
-        "if value.dtype.itemsize >= 8:",
+        "if array.dtype.itemsize >= 8:",
         "if value.dtype.itemsize > 8:",
         "unit/mesh/test_arrays.py contract/test_wide_numbers.py",
     ),

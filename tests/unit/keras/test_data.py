@@ -85,6 +85,7 @@ def test_endless_data_needs_a_number_of_steps(strategy, method, is_distributed):
 def test_evaluation_without_rows(strategy):
     """It says so, instead of returning an empty list."""
     model = under(strategy, compiled())
+    model.evaluate(X, Y, verbose=0)
     with pytest.raises(InvalidArgumentError, match="evaluate without a batch: the data is empty.*\nHINT: pass"):
         model.evaluate(X[:0], Y[:0], verbose=0)
 

@@ -13,7 +13,6 @@ from phalanx._src.input.sources.adapt import source_of
 from phalanx._src.input.sources.base import UNKNOWN, AbstractSource
 from phalanx._src.input.sources.functions import FunctionSource, InputContext
 from phalanx._src.input.sources.partial import partial_source
-from phalanx._src.mesh.memory import Pool
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.options import AutoShardPolicy, InputOptions, InputReplicationMode
 from phalanx.errors import CardinalityError, InputError, InvalidArgumentError, arguments, shown
@@ -60,8 +59,6 @@ class DistributedDataset:
         self._last_plan, self._options, self._steps = plan, options, steps
         self._where, self._make_plan = where, make_plan
         self._last_topology = where()
-        # All iterations use it, so that the first batches of an epoch need no fresh memory.
-        self._pool = Pool()
         # The iterator that `element_spec` opened to look at the first batch. The next `iter` returns it, so that a
         # dataset that can be read only once loses no batch.
         self._untouched: DistributedIterator | None = None
@@ -70,7 +67,7 @@ class DistributedDataset:
         require_outside_programs("iter(dataset)")
         plan = self._plan
         iterator, self._untouched = self._untouched, None
-        return iterator or DistributedIterator(plan, self.topology, self._options, steps=self._steps, pool=self._pool)
+        return iterator or DistributedIterator(plan, self.topology, self._options, steps=self._steps)
 
     def __len__(self) -> int:
         if self.cardinality < 0:

@@ -22,7 +22,6 @@ from phalanx._src.input.shard import InputWorker
 from phalanx._src.input.sharding import Plan
 from phalanx._src.input.sources.base import Owner, State, stack
 from phalanx._src.input.sources.rows import read
-from phalanx._src.mesh.memory import Pool
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.mesh.values import is_distributed, spec_of
 from phalanx._src.options import InputOptions
@@ -100,7 +99,6 @@ class DistributedIterator(AbstractIterator):
       topology: devices of the replicas. If it has no devices, batches are not placed.
       options: how the dataset is read.
       steps: number of global batches that are stacked into one. None for no stacking.
-      pool: the memory for batches. None for new memory.
 
     Example:
       >>> import numpy as np, phalanx
@@ -111,10 +109,8 @@ class DistributedIterator(AbstractIterator):
       {'records': 4, 'data': {'rows': 8}}
     """
 
-    def __init__(
-        self, plan: Plan, topology: Topology, options: InputOptions, *, steps: int | None, pool: Pool | None = None
-    ) -> None:
-        self._pool, self._reads_beside = pool or Pool(), False
+    def __init__(self, plan: Plan, topology: Topology, options: InputOptions, *, steps: int | None) -> None:
+        self._reads_beside = False
         self._plan, self._topology, self._options, self._form = plan, topology, options, Form(steps)
         topology.shares.adapt(topology.local_replicas, topology.exchange)
         self._worker = worker_of(topology)
@@ -330,7 +326,7 @@ class DistributedIterator(AbstractIterator):
         facts, place, landing = self._plan.source.facts, _unplaced, None
         # The default strategy yields the user's own arrays without copying them.
         if self._topology.has_devices:
-            landing = Landing(facts.owner, self._pool, fits_devices=fetches)
+            landing = Landing(facts.owner, self._topology.pool, fits_devices=fetches)
             place = Placement(self._topology, self._worker, landing, fetches=fetches).place
         if self._worker.count > 1 and not facts.is_in_memory:
             # Also under DATA, although all workers then end at the same step: if the data of one worker fails, the

@@ -18,7 +18,6 @@ from phalanx._src.input.landing import Landed, Landing, columns_of, write
 from phalanx._src.input.shard import InputWorker
 from phalanx._src.input.sources.base import Owner
 from phalanx._src.mesh.arrays import as_number, is_array, map_named
-from phalanx._src.mesh.memory import Pool
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.mesh.values import ComponentSizes, PerReplica, flatten, is_distributed
 from phalanx.errors import InvalidArgumentError, arguments
@@ -178,7 +177,7 @@ def _stack(parts: Sequence[Any], topology: Topology) -> PerReplica:
         return PerReplica(topology.join_per_replica(arrays))
     if () in shapes:
         return PerReplica(topology.put_per_replica([np.stack(arrays)])[0])
-    landing = Landing(Owner.CALLER, Pool())
+    landing = Landing(Owner.CALLER, topology.pool)
     local = landing.empty(arrays, len(arrays), 1, int(all_counts.max()))[:, 0]
     write(local, arrays, counts)
     rows = None if is_equal else ComponentSizes(tuple((count,) for count in all_counts.ravel().tolist()))

@@ -2,6 +2,7 @@
 """Memory of the host that is used again from batch to batch."""
 
 import math
+import threading
 from collections import deque
 
 import numpy as np
@@ -21,7 +22,7 @@ class Pool:
     Fresh memory makes a copy slow: the system fills each page with zeros when it is first written. A JAX array that shares the
     memory, or whose transfer reads it, refers to it, so nothing is lent twice.
 
-    One thread at a time may call `empty`. Memory may come back in any thread.
+    Any thread may call `empty`, and memory may come back in any thread.
 
     Example:
       >>> pool = Pool()
@@ -30,7 +31,7 @@ class Pool:
     """
 
     def __init__(self) -> None:
-        self._loans = 0
+        self._loans, self._lock = 0, threading.Lock()
         # Blocks that came back, with the number of loans before. The last are the first to be lent: caches may still hold them.
         self._free: deque[tuple[int, np.ndarray]] = deque()
 
@@ -52,6 +53,12 @@ class Pool:
 
     def _take(self, num_bytes: int) -> np.ndarray:
         """Returns a block of at least `num_bytes`, whose first byte is aligned."""
+        # A block that comes back takes no lock: the garbage collector may give it back while this thread holds the lock.
+        with self._lock:
+            block = self._reused(num_bytes)
+        return aligned_bytes(num_bytes) if block is None else block
+
+    def _reused(self, num_bytes: int) -> np.ndarray | None:
         free = self._free
         self._loans += 1
         while free and free[0][0] < self._loans - _IDLE_LOANS:
@@ -62,7 +69,7 @@ class Pool:
             if num_bytes <= block.nbytes <= 2 * num_bytes:
                 del free[i]
                 return block
-        return aligned_bytes(num_bytes)
+        return None
 
 
 class _Loan:

@@ -27,6 +27,7 @@ from phalanx._src.mesh.devices import (
     require_threads,
 )
 from phalanx._src.mesh.layout import REPLICA_AXIS, AbstractLayout
+from phalanx._src.mesh.memory import Pool
 from phalanx._src.mesh.shares import Shares
 from phalanx._src.runtime.dispatch import Turn, process_dispatching, raise_again
 from phalanx._src.runtime.memory import keep_freed_memory
@@ -348,6 +349,11 @@ class Topology:
         """Returns an array that is divided over the workers. All workers must call it, in their main threads."""
         with self.dispatching(is_step=False):
             return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+    @cached_property
+    def pool(self) -> Pool:
+        """The memory of the host from which batches are placed. All datasets share it, so that none needs fresh memory."""
+        return Pool()
 
     @cached_property
     def replicated(self) -> NamedSharding:
