@@ -7,6 +7,7 @@ import json
 import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
@@ -203,7 +204,7 @@ class Restoration:
         self._lacking = [entry.path for entry in lacking]
         problems += [*self._one_for_several(matches), *self._slots.problems, *self._renamed(lacking)]
         if differences := list(filter(None, problems)):
-            raise self._refuse(differences)
+            raise _refuse(self.stored.file, differences)
         return matches
 
     def _below_strangers(self, strangers: list[tuple[Any, str]]) -> list[NamedValue]:
@@ -227,15 +228,9 @@ class Restoration:
         problems = []
         for part, path, *_ in matches:
             other = path if part.changes is None else first.setdefault(id(part.changes), path)
-            if other != path and self._contents_of(other) != self._contents_of(path):
+            if other != path and _contents_of(self.stored, other) != _contents_of(self.stored, path):
                 problems.append(f"{other} and {path} are one object, and have different values in the checkpoint")
         return problems
-
-    def _contents_of(self, path: str) -> tuple[str, list[bytes]]:
-        """Returns everything that a checkpoint contains for one value, for comparison."""
-        names = [n for n in self.stored.names if n == path or n.startswith((path + REPLICAS, f"{path}#"))]
-        value = json.dumps(self.stored.notes["values"].get(path))
-        return value.replace(json.dumps(path)[1:-1] + "#", "#"), [self.stored.array(n).tobytes() for n in sorted(names)]
 
     def _renamed(self, lacking: list[NamedValue]) -> list[str]:
         """Returns a problem for each part of a layer that the checkpoint has under another name, it seems."""
@@ -244,7 +239,7 @@ class Restoration:
         if not (layers and ours):
             return []
         theirs = [(path, self.stored.spec(path)[0]) for path in self.unused() if path in self.stored.names]
-        here, there = self._by_root(ours, self._folders), self._by_root(theirs, self._met)
+        here, there = _by_root(ours, self._folders), _by_root(theirs, self._met)
         problems = []
         for root, shapes in here.items():
             folder = root.rpartition("/")[0]
@@ -254,14 +249,6 @@ class Restoration:
                     f"it does not contain {with_nearest([root], similar)}, and this program lacks {similar[0]}"
                 )
         return problems
-
-    def _by_root(self, values: list[tuple[str, Any]], known: set[str]) -> dict[str, set[tuple[str, Any]]]:
-        """Groups names and shapes by the first folder on the way to them that is not among some known ones."""
-        roots: dict[str, set[tuple[str, Any]]] = {}
-        for path, shape in values:
-            root = _first_unknown(path, known)
-            roots.setdefault(root, set()).add((path.removeprefix(root), shape))
-        return roots
 
     def _carry_out(self, matches: list[_Match]) -> None:
         """Restores the values of a plan: first those that may be refused by their objects, which is undone then."""
@@ -293,25 +280,20 @@ class Restoration:
         try:
             is_done, value = part.put(value)
         except InputError as e:  # The position of an iterator over other data.
-            raise self._refuse_state(
-                path, e.found, "use the data and the batch size of the program that saved it"
+            raise _refuse_state(
+                self.stored.file, path, e.found, "use the data and the batch size of the program that saved it"
             ) from e
         except (PhalanxError, MemoryError):
             raise
         except Exception as e:
             problem = f"it refuses its state ({type(e).__name__}: {e})"
-            raise self._refuse_state(path, problem, "create the object as in the program that saved it") from e
+            raise _refuse_state(
+                self.stored.file, path, problem, "create the object as in the program that saved it"
+            ) from e
         if is_done:
             self._used |= {path, *names}
             if replace is not None:
                 replace(value)
-
-    def _refuse_state(self, path: str, problem: str, hint: str) -> CheckpointMismatchError:
-        return CheckpointMismatchError(
-            f"the checkpoint {self.stored.file}",
-            f"{path} does not fit this program: {problem}",
-            f"{hint}; or delete the checkpoint, to begin again",
-        )
 
     def resume(self) -> None:
         """Restores what became possible since the last call."""
@@ -393,12 +375,37 @@ class Restoration:
         )
         return surplus, lacking
 
-    def _refuse(self, problems: list[str]) -> CheckpointMismatchError:
-        return CheckpointMismatchError(
-            f"the checkpoint {self.stored.file}",
-            f"it does not fit the objects of this program: {_listed(problems)}. Nothing was restored.",
-            "create the objects as in the program that saved the checkpoint",
-        )
+
+def _contents_of(stored: CheckpointFile, path: str) -> tuple[str, list[bytes]]:
+    """Returns everything that a checkpoint contains for one value, for comparison."""
+    names = [n for n in stored.names if n == path or n.startswith((path + REPLICAS, f"{path}#"))]
+    value = json.dumps(stored.notes["values"].get(path))
+    return value.replace(json.dumps(path)[1:-1] + "#", "#"), [stored.array(n).tobytes() for n in sorted(names)]
+
+
+def _by_root(values: list[tuple[str, Any]], known: set[str]) -> dict[str, set[tuple[str, Any]]]:
+    """Groups names and shapes by the first folder on the way to them that is not among some known ones."""
+    roots: dict[str, set[tuple[str, Any]]] = {}
+    for path, shape in values:
+        root = _first_unknown(path, known)
+        roots.setdefault(root, set()).add((path.removeprefix(root), shape))
+    return roots
+
+
+def _refuse_state(file: Path, path: str, problem: str, hint: str) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"the checkpoint {file}",
+        f"{path} does not fit this program: {problem}",
+        f"{hint}; or delete the checkpoint, to begin again",
+    )
+
+
+def _refuse(file: Path, problems: list[str]) -> CheckpointMismatchError:
+    return CheckpointMismatchError(
+        f"the checkpoint {file}",
+        f"it does not fit the objects of this program: {_listed(problems)}. Nothing was restored.",
+        "create the objects as in the program that saved the checkpoint",
+    )
 
 
 def _folders(paths: Any) -> set[str]:
