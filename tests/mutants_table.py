@@ -418,7 +418,7 @@ FAULTS = [
         "warm_start:WarmStartSettings._is_meant",
         "variable.trainable and ",
         "",
-        "unit/estimator/test_warm_start.py",
+        "unit/estimator/loop/test_warm_start.py",
     ),
     # experimental
     Fault(

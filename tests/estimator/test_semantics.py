@@ -39,7 +39,7 @@ MILDER = {
 """Deliberate differences: what Phalanx understands."""
 
 OTHER = {"Spec(MODES.EVAL, loss=tf.constant([1.0]))._asdict()['loss'].shape.as_list()"}
-"""A specification of Phalanx is no named tuple; see tests/unit/estimator/test_spec.py."""
+"""A specification of Phalanx is no named tuple; see tests/unit/estimator/loop/test_spec.py."""
 
 
 class Count(shared.Count, estimator.SessionRunHook):

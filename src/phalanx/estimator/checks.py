@@ -9,7 +9,7 @@ from typing import Any
 
 from phalanx.errors import InvalidArgumentError, arguments, shown
 from phalanx.estimator.config import RunConfig
-from phalanx.estimator.warm_start import WarmStartSettings
+from phalanx.estimator.loop.warm_start import WarmStartSettings
 
 _log = logging.getLogger("phalanx")
 

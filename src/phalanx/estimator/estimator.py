@@ -16,22 +16,22 @@ from phalanx._src.input.sources.functions import InputContext
 from phalanx._src.strategies.base import Strategy
 from phalanx._src.strategies.parameter_server import ParameterServerStrategy
 from phalanx.errors import CheckpointError, InvalidArgumentError, arguments, shown
-from phalanx.estimator import batches
 from phalanx.estimator.checks import model_dir_of, parameters_of, settings_of
 from phalanx.estimator.config import RunConfig, TaskType
-from phalanx.estimator.graph import GLOBAL_STEP, Graph
+from phalanx.estimator.exporting.writing import export_graph
 from phalanx.estimator.hooks.basic import StopAtStepHook
 from phalanx.estimator.hooks.saving import CheckpointSaverListener, checked_listeners, writing_to_the_end
 from phalanx.estimator.hooks.standard import train_hooks
-from phalanx.estimator.loop import AbstractSteps, GraphSession, ScheduledSteps, SynchronousSteps, run_loop
-from phalanx.estimator.predictions import chosen, rows_of
-from phalanx.estimator.recorder import Recorder
-from phalanx.estimator.saved_model import export_graph
-from phalanx.estimator.saver import names_in, restore
-from phalanx.estimator.session import SessionRunHook, checked_hooks
-from phalanx.estimator.spec import EstimatorSpec, ModeKeys
+from phalanx.estimator.loop import batches
+from phalanx.estimator.loop.graph import GLOBAL_STEP, Graph
+from phalanx.estimator.loop.loop import AbstractSteps, GraphSession, ScheduledSteps, SynchronousSteps, run_loop
+from phalanx.estimator.loop.predictions import chosen, rows_of
+from phalanx.estimator.loop.recorder import Recorder
+from phalanx.estimator.loop.saver import names_in, restore
+from phalanx.estimator.loop.session import SessionRunHook, checked_hooks
+from phalanx.estimator.loop.spec import EstimatorSpec, ModeKeys
+from phalanx.estimator.loop.warm_start import WarmStartSettings
 from phalanx.estimator.strategies import default_strategy, local_strategy
-from phalanx.estimator.warm_start import WarmStartSettings
 from phalanx.summary import SummaryWriter
 from phalanx.train import latest_checkpoint, load_checkpoint
 from phalanx.typing import PyTree

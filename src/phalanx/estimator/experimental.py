@@ -2,7 +2,7 @@
 """The public names of `tf.estimator.experimental`."""
 
 from phalanx.errors.names import suggest_names
-from phalanx.estimator.hooks.stopping import (
+from phalanx.estimator.early_stopping import (
     make_early_stopping_hook,
     read_eval_metrics,
     stop_if_higher_hook,

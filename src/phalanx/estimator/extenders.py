@@ -8,7 +8,7 @@ from typing import Any
 
 from phalanx.errors import InvalidArgumentError, arguments, shown
 from phalanx.estimator.estimator import Estimator
-from phalanx.estimator.spec import EstimatorSpec, ModeKeys
+from phalanx.estimator.loop.spec import EstimatorSpec, ModeKeys
 from phalanx.typing import PyTree
 
 _PARAMETERS = ("features", "labels", "predictions", "config")

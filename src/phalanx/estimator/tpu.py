@@ -15,9 +15,9 @@ from phalanx.errors import InvalidArgumentError, arguments, shown
 from phalanx.errors.names import suggest_names
 from phalanx.estimator import config as estimator_config
 from phalanx.estimator.estimator import Estimator
-from phalanx.estimator.session import SessionRunHook
-from phalanx.estimator.spec import EstimatorSpec, ModeKeys, Scaffold
-from phalanx.estimator.warm_start import WarmStartSettings
+from phalanx.estimator.loop.session import SessionRunHook
+from phalanx.estimator.loop.spec import EstimatorSpec, ModeKeys, Scaffold
+from phalanx.estimator.loop.warm_start import WarmStartSettings
 
 __all__ = ["InputPipelineConfig", "RunConfig", "TPUConfig", "TPUEstimator", "TPUEstimatorSpec"]
 

@@ -13,14 +13,14 @@ from typing_extensions import override
 from phalanx._src.cluster.processes import training as cluster_training
 from phalanx._src.parameter_server.processes.ray import Server
 from phalanx.errors import InvalidArgumentError, arguments, shown
-from phalanx.estimator import batches
 from phalanx.estimator.config import TaskType
 from phalanx.estimator.estimator import Estimator
 from phalanx.estimator.exporters import Exporter
-from phalanx.estimator.graph import GLOBAL_STEP
 from phalanx.estimator.hooks.saving import CheckpointSaverListener, checked_listeners
 from phalanx.estimator.hooks.timer import SecondOrStepTimer
-from phalanx.estimator.session import SessionRunHook, checked_hooks
+from phalanx.estimator.loop import batches
+from phalanx.estimator.loop.graph import GLOBAL_STEP
+from phalanx.estimator.loop.session import SessionRunHook, checked_hooks
 
 _log = logging.getLogger("phalanx")
 _POLL_S = 1.0

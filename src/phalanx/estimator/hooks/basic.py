@@ -11,9 +11,9 @@ from typing_extensions import override
 
 from phalanx import summary
 from phalanx.errors import InvalidArgumentError, NanLossDuringTrainingError, arguments, shown
-from phalanx.estimator.graph import GLOBAL_STEP
 from phalanx.estimator.hooks.timer import SecondOrStepTimer
-from phalanx.estimator.session import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from phalanx.estimator.loop.graph import GLOBAL_STEP
+from phalanx.estimator.loop.session import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from phalanx.summary import SummaryWriter
 
 _log = logging.getLogger("phalanx")

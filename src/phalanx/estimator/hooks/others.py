@@ -10,7 +10,7 @@ from typing_extensions import override
 from phalanx._src.runtime.bootstrap import is_this_chief
 from phalanx.errors import arguments
 from phalanx.estimator.hooks.timer import SecondOrStepTimer
-from phalanx.estimator.session import SessionRunArgs, SessionRunContext, SessionRunHook
+from phalanx.estimator.loop.session import SessionRunArgs, SessionRunContext, SessionRunHook
 
 _log = logging.getLogger("phalanx")
 

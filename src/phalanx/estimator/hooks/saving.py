@@ -11,8 +11,8 @@ from phalanx import summary
 from phalanx.errors import InvalidArgumentError, PhalanxError, arguments, shown
 from phalanx.estimator.hooks.basic import checked_output
 from phalanx.estimator.hooks.timer import SecondOrStepTimer
-from phalanx.estimator.saver import Saver
-from phalanx.estimator.session import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues, listed
+from phalanx.estimator.loop.saver import Saver
+from phalanx.estimator.loop.session import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues, listed
 from phalanx.summary import SummaryWriter
 
 

@@ -4,11 +4,11 @@
 from collections.abc import Sequence
 
 from phalanx.estimator.config import RunConfig
-from phalanx.estimator.graph import GLOBAL_STEP, Graph
 from phalanx.estimator.hooks.basic import LoggingTensorHook, NanTensorHook, StepCounterHook
 from phalanx.estimator.hooks.saving import CheckpointSaverHook, CheckpointSaverListener, SummarySaverHook
-from phalanx.estimator.saver import Saver
-from phalanx.estimator.session import SessionRunHook
+from phalanx.estimator.loop.graph import GLOBAL_STEP, Graph
+from phalanx.estimator.loop.saver import Saver
+from phalanx.estimator.loop.session import SessionRunHook
 from phalanx.summary import SummaryWriter
 
 

@@ -9,7 +9,7 @@ import jax
 
 from phalanx._src.input.wire import exchange_bytes
 from phalanx.errors import InvalidArgumentError, arguments, shown
-from phalanx.estimator.graph import require_graph
+from phalanx.estimator.loop.graph import require_graph
 
 _AGREE_EVERY = 10
 """Number of steps between two times at which several processes look at the clock of the chief."""

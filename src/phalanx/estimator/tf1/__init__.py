@@ -9,7 +9,7 @@ from numpy import float32, float64, int32, int64
 from phalanx import estimator, feature_column, summary
 from phalanx.errors.names import suggest_names
 from phalanx.estimator import inputs
-from phalanx.estimator.graph import identity
+from phalanx.estimator.loop.graph import identity
 from phalanx.estimator.missing import INSTEAD
 from phalanx.estimator.tf1 import data, distribute, layers, losses, metrics, nn, tpu, train
 from phalanx.typing import PyTree

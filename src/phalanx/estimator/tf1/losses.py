@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx.errors import InvalidArgumentError, shown
-from phalanx.estimator.losses import reduced
+from phalanx.estimator.heads.losses import reduced
 from phalanx.estimator.tf1 import nn
 
 

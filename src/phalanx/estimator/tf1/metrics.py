@@ -9,8 +9,8 @@ from typing import Any
 import jax.numpy as jnp
 import keras
 
-from phalanx.estimator.heads import column
-from phalanx.estimator.spec import UpdatedMetric
+from phalanx.estimator.heads.base import column
+from phalanx.estimator.loop.spec import UpdatedMetric
 
 
 def _updated(metric: keras.metrics.Metric, labels: Any, predictions: Any, weights: Any) -> UpdatedMetric:

@@ -9,14 +9,14 @@ import keras
 import numpy as np
 
 from phalanx.errors import InvalidArgumentError, shown
-from phalanx.estimator.graph import get_global_step, get_or_create_global_step, require_graph
 from phalanx.estimator.hooks.basic import LoggingTensorHook, NanTensorHook, StepCounterHook, StopAtStepHook
 from phalanx.estimator.hooks.others import FinalOpsHook, GlobalStepWaiterHook, ProfilerHook
 from phalanx.estimator.hooks.saving import CheckpointSaverHook, CheckpointSaverListener, SummarySaverHook
 from phalanx.estimator.hooks.timer import SecondOrStepTimer
-from phalanx.estimator.optimizing import TrainOp, gradients_of, minimize
-from phalanx.estimator.session import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
-from phalanx.estimator.spec import Scaffold
+from phalanx.estimator.loop.graph import get_global_step, get_or_create_global_step, require_graph
+from phalanx.estimator.loop.optimizing import TrainOp, gradients_of, minimize
+from phalanx.estimator.loop.session import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from phalanx.estimator.loop.spec import Scaffold
 from phalanx.train import (
     Checkpoint,
     CheckpointManager,

@@ -8,7 +8,7 @@ from refusals import refusals, refused
 
 from phalanx import feature_column
 from phalanx.errors import InputError, InvalidArgumentError
-from phalanx.estimator import batches
+from phalanx.estimator.loop import batches
 
 
 def read(dataset, columns=(), labels_fn=None):

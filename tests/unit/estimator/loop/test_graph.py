@@ -8,7 +8,7 @@ from refusals import refusals, refused
 
 import phalanx.estimator as estimator
 from phalanx.errors import ContextError, InvalidArgumentError, TraceError, VariableError
-from phalanx.estimator.graph import Graph
+from phalanx.estimator.loop.graph import Graph
 from phalanx.estimator.strategies import local_strategy
 
 

@@ -8,8 +8,8 @@ import keras
 from typing_extensions import override
 
 from phalanx._src.tracing import context
-from phalanx.estimator.graph import current_graph
-from phalanx.estimator.spec import ModeKeys
+from phalanx.estimator.loop.graph import current_graph
+from phalanx.estimator.loop.spec import ModeKeys
 
 
 def reduced(fn: Callable[[Any, Any], Any], labels: Any, outputs: Any, reduction: str, weights: Any = None) -> Any:

@@ -12,9 +12,9 @@ from phalanx._src import compat
 from phalanx.errors import InputError, InvalidArgumentError, arguments, shown
 from phalanx.estimator.config import RunConfig
 from phalanx.estimator.estimator import Estimator
-from phalanx.estimator.graph import Graph
-from phalanx.estimator.optimizing import minimize
-from phalanx.estimator.spec import EstimatorSpec, ModeKeys
+from phalanx.estimator.loop.graph import Graph
+from phalanx.estimator.loop.optimizing import minimize
+from phalanx.estimator.loop.spec import EstimatorSpec, ModeKeys
 from phalanx.typing import PyTree
 
 

@@ -22,8 +22,8 @@ from phalanx._src.tracing import context
 from phalanx._src.tracing.scope import innermost
 from phalanx._src.tracing.tape import GradientTape
 from phalanx.errors import ContextError, InvalidArgumentError, TraceError, shown
-from phalanx.estimator.session import SessionRunHook
-from phalanx.estimator.spec import EstimatorSpec, ModeKeys, UpdatedMetric
+from phalanx.estimator.loop.session import SessionRunHook
+from phalanx.estimator.loop.spec import EstimatorSpec, ModeKeys, UpdatedMetric
 from phalanx.typing import PyTree
 
 GLOBAL_STEP = "global_step"

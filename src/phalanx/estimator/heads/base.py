@@ -1,20 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Heads: the loss, the metrics and the predictions of ready-made models."""
+"""The base class of all heads."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, final
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import keras
-import numpy as np
-from typing_extensions import override
 
 from phalanx.errors import InputError, InvalidArgumentError, arguments, shown
-from phalanx.estimator.losses import reduced
-from phalanx.estimator.optimizing import minimize
-from phalanx.estimator.spec import EstimatorSpec, ModeKeys
+from phalanx.estimator.heads.losses import reduced
+from phalanx.estimator.loop.optimizing import minimize
+from phalanx.estimator.loop.spec import EstimatorSpec, ModeKeys
 from phalanx.typing import PyTree
 
 _REDUCTIONS = ("sum_over_batch_size", "sum")
@@ -203,80 +201,3 @@ def column(values: Any) -> Any:
     """Returns values of rows as (rows, 1). Values (rows, ...) stay as they are."""
     values = jnp.asarray(values)
     return values[:, None] if values.ndim == 1 else values
-
-
-@final
-class RegressionHead(Head):
-    """A head for numbers, with the squared error as its loss. May be created in any context.
-
-    Args:
-      label_dimension: number of values per row.
-      weight_column: name of the feature, or numeric column, with the weight of each row. None for equal weights.
-      loss_reduction: `"sum_over_batch_size"` or `"sum"`.
-      loss_fn: function of `labels` and `logits`. Returns losses. None for the squared error.
-      inverse_link_fn: function of the logits that returns the predictions. None for the logits themselves.
-      name: suffix of the names of metrics. None for none.
-
-    Raises:
-      InvalidArgumentError: an argument has the wrong type or value.
-
-    Source: tf.estimator.RegressionHead.
-
-    Example:
-      >>> import phalanx.estimator as estimator
-      >>> estimator.RegressionHead(label_dimension=2).logits_dimension
-      2
-    """
-
-    def __init__(
-        self,
-        label_dimension: int = 1,
-        weight_column: Any = None,
-        loss_reduction: str = "sum_over_batch_size",
-        loss_fn: Callable[[Any, Any], Any] | None = None,
-        inverse_link_fn: Callable[[Any], Any] | None = None,
-        name: str | None = None,
-    ) -> None:
-        self._dimension = arguments.integer("label_dimension", label_dimension)
-        if inverse_link_fn is not None:
-            arguments.function("inverse_link_fn", inverse_link_fn, "inverse_link_fn=jnp.exp")
-        self._link = inverse_link_fn
-        super().__init__(weight_column, loss_reduction, loss_fn, name)
-
-    @property
-    @override
-    def logits_dimension(self) -> int:
-        """The number of logits per row."""
-        return self._dimension
-
-    @override
-    def host_labels(self, labels: PyTree) -> PyTree:
-        """Returns labels as floats. See `Head.host_labels`."""
-        array = np.asarray(labels)
-        width = array.shape[-1] if array.ndim > 1 else 1
-        if array.dtype.kind not in "iufb" or array.ndim not in (1, 2) or width != self._dimension:
-            raise InputError(
-                f"labels of {array.dtype}{list(array.shape)}",
-                f"a row has {self._dimension} numbers.",
-                f"label_dimension={width}",
-            )
-        return array.astype(np.float32)
-
-    @override
-    def predictions(self, logits: jax.Array) -> dict[str, Any]:
-        """Returns the predictions. See `Head.predictions`."""
-        if self._link is None:
-            return {"predictions": logits}
-        return {"predictions": self._link(logits), "logits": logits}
-
-    @override
-    def _losses(self, labels: Any, logits: Any) -> Any:
-        return jnp.square(logits - column(labels).astype(logits.dtype)).mean(axis=-1)
-
-    @override
-    def _metrics(self, labels: Any, logits: Any, weights: Any) -> dict[str, keras.metrics.Metric]:
-        predicted = self.predictions(logits)["predictions"]
-        return {
-            "prediction/mean": self._mean("prediction/mean", predicted.mean(axis=-1), weights),
-            "label/mean": self._mean("label/mean", column(labels).mean(axis=-1), weights),
-        }

@@ -19,9 +19,9 @@ from phalanx._src.strategies.parameter_server import ParameterServerStrategy
 from phalanx._src.typed_jax import block_until_ready
 from phalanx.coordinator import ClusterCoordinator, RemoteValue, experimental_get_current_worker_index
 from phalanx.errors import CancelledError, InputError, InvalidArgumentError, OutOfRangeError, shown
-from phalanx.estimator.graph import Graph
-from phalanx.estimator.recorder import Recorder
-from phalanx.estimator.session import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from phalanx.estimator.loop.graph import Graph
+from phalanx.estimator.loop.recorder import Recorder
+from phalanx.estimator.loop.session import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
 from phalanx.keras.agreement import stops
 from phalanx.typing import PyTree
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from phalanx.estimator.config import RunConfig
-from phalanx.estimator.heads import Head, RegressionHead
-from phalanx.estimator.premade import HeadEstimator, Optimizer, baseline_logits, class_head
+from phalanx.estimator.heads.base import Head
+from phalanx.estimator.heads.regression import RegressionHead
+from phalanx.estimator.models.premade import HeadEstimator, Optimizer, baseline_logits, class_head
 
 
 @final

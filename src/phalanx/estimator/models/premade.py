@@ -15,13 +15,13 @@ import keras
 from phalanx import feature_column, summary
 from phalanx._src import compat
 from phalanx.errors import InputError, InvalidArgumentError, arguments, shown
-from phalanx.estimator.class_heads import BinaryClassHead, MultiClassHead
 from phalanx.estimator.config import RunConfig
 from phalanx.estimator.estimator import Estimator
-from phalanx.estimator.heads import Head
-from phalanx.estimator.optimizing import minimize
-from phalanx.estimator.spec import EstimatorSpec, ModeKeys
-from phalanx.estimator.warm_start import WarmStartSettings
+from phalanx.estimator.heads.base import Head
+from phalanx.estimator.heads.classes import BinaryClassHead, MultiClassHead
+from phalanx.estimator.loop.optimizing import minimize
+from phalanx.estimator.loop.spec import EstimatorSpec, ModeKeys
+from phalanx.estimator.loop.warm_start import WarmStartSettings
 from phalanx.feature_column.names import checked_columns
 from phalanx.typing import PyTree
 

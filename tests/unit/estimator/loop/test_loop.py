@@ -9,8 +9,8 @@ from refusals import refused
 import phalanx
 import phalanx.estimator as estimator
 from phalanx.errors import InputError, InvalidArgumentError
-from phalanx.estimator.graph import Graph
-from phalanx.estimator.loop import GraphSession, SynchronousSteps, run_loop
+from phalanx.estimator.loop.graph import Graph
+from phalanx.estimator.loop.loop import GraphSession, SynchronousSteps, run_loop
 from phalanx.estimator.strategies import local_strategy
 
 

@@ -13,7 +13,7 @@ from typing_extensions import override
 from phalanx.errors import InvalidArgumentError, arguments, shown
 from phalanx.estimator.estimator import Estimator
 from phalanx.estimator.hooks.timer import SecondOrStepTimer, agreed_by_chief
-from phalanx.estimator.session import SessionRunContext, SessionRunHook, SessionRunValues
+from phalanx.estimator.loop.session import SessionRunContext, SessionRunHook, SessionRunValues
 from phalanx.summary import events
 
 _log = logging.getLogger("phalanx")

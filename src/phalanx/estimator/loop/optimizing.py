@@ -12,7 +12,7 @@ from phalanx._src import compat
 from phalanx._src.mesh.arrays import is_array
 from phalanx._src.tracing import context
 from phalanx.errors import InvalidArgumentError, arguments, shown
-from phalanx.estimator.graph import require_graph
+from phalanx.estimator.loop.graph import require_graph
 
 
 @final

@@ -7,7 +7,7 @@ from typing import final
 
 from phalanx import summary
 from phalanx._src.tracing.records import defaults, restored
-from phalanx.estimator.graph import Graph
+from phalanx.estimator.loop.graph import Graph
 from phalanx.summary import SummaryWriter
 
 

@@ -7,7 +7,7 @@ from typing import final
 
 from phalanx._src.checkpoint.checkpoint import of_chief
 from phalanx.errors import CheckpointMismatchError
-from phalanx.estimator.graph import Graph
+from phalanx.estimator.loop.graph import Graph
 from phalanx.train import Checkpoint, CheckpointManager, load_checkpoint
 
 NAME = "model.ckpt"

@@ -4,7 +4,7 @@ from refusals import refused
 
 import phalanx.estimator as estimator
 from phalanx.errors import InvalidArgumentError
-from phalanx.estimator.session import checked_hooks
+from phalanx.estimator.loop.session import checked_hooks
 
 
 def test_requests_to_stop_are_remembered():

@@ -12,7 +12,7 @@ from refusals import refused
 import phalanx.estimator as estimator
 from phalanx import feature_column
 from phalanx.errors import CheckpointError, InputError, InvalidArgumentError, MissingDependencyError
-from phalanx.estimator import saved_model
+from phalanx.estimator.exporting import saved_model
 
 RECEIVE = estimator.export.build_raw_serving_input_receiver_fn({"x": X["x"]})
 

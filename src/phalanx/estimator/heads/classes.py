@@ -13,7 +13,7 @@ import numpy as np
 from typing_extensions import override
 
 from phalanx.errors import InputError, InvalidArgumentError, arguments, shown
-from phalanx.estimator.heads import Head, column
+from phalanx.estimator.heads.base import Head, column
 from phalanx.typing import PyTree
 
 

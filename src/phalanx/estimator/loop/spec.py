@@ -13,7 +13,7 @@ import keras
 from phalanx._src.collectives import primitives
 from phalanx._src.mesh.arrays import is_array
 from phalanx.errors import InvalidArgumentError, ReduceOpError, arguments, shown
-from phalanx.estimator.session import SessionRunHook, checked_hooks
+from phalanx.estimator.loop.session import SessionRunHook, checked_hooks
 from phalanx.train import Checkpoint
 
 

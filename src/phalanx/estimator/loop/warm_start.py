@@ -11,7 +11,7 @@ from typing import Any, final
 import keras
 
 from phalanx.errors import CheckpointMismatchError, InvalidArgumentError, arguments, shown
-from phalanx.estimator.graph import Graph
+from phalanx.estimator.loop.graph import Graph
 from phalanx.train import CheckpointReader, load_checkpoint
 
 _log = logging.getLogger("phalanx")

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Exported models: the program of the predictions, its variables, and the shapes of its features."""
+"""Writes an exported model: the program of the predictions, its variables, and the shapes of its features."""
 
-import importlib.util
 import json
 import os
 import shutil
@@ -12,23 +11,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import NoneType
-from typing import Any, final
+from typing import Any
 
 import jax
 import keras
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from phalanx import feature_column
 from phalanx._src.typed_jax import shape_dtype
-from phalanx.errors import CheckpointError, InputError, InvalidArgumentError, MissingDependencyError, arguments, shown
-from phalanx.estimator.class_heads import with_classes
-from phalanx.estimator.export import ServingInputReceiver, is_text
-from phalanx.estimator.graph import Graph
+from phalanx.errors import CheckpointError, InvalidArgumentError, arguments, shown
+from phalanx.estimator.export import ServingInputReceiver
+from phalanx.estimator.exporting.saved_model import PROGRAM, SIGNATURE, TEXT, VARIABLES, named, require_flatbuffers
+from phalanx.estimator.loop.graph import Graph
 from phalanx.feature_column.preparation import on_host_only
 from phalanx.typing import PyTree
-
-_PROGRAM, _VARIABLES, _SIGNATURE, _TEXT = "program.bin", "variables.safetensors", "signature.json", "program.txt"
 
 
 def export_graph(
@@ -61,7 +58,7 @@ def export_graph(
       InvalidArgumentError: the program depends on the number of rows, or a file is missing.
       MissingDependencyError: flatbuffers is not installed.
     """
-    _require_flatbuffers()
+    require_flatbuffers()
 
     hint = "serving_input_receiver_fn=estimator.export.build_raw_serving_input_receiver_fn(features)"
     arguments.instance("the result of serving_input_receiver_fn", receiver, ServingInputReceiver, hint)
@@ -72,7 +69,7 @@ def export_graph(
     restore()
     exported = _exported(graph, batch)
     signature = {
-        "features": {name: [str(x.dtype), list(x.shape[1:])] for name, x in _named(raw).items()},
+        "features": {name: [str(x.dtype), list(x.shape[1:])] for name, x in named(raw).items()},
         "is_dict": isinstance(raw, Mapping),
         "columns": _described(columns),
         "classes": classes,
@@ -80,11 +77,11 @@ def export_graph(
     }
     folder = _new_folder(base)
     with _unfinished(folder) as part:
-        (part / _PROGRAM).write_bytes(exported.serialize())
-        save_file({name: np.array(v.value) for name, v in graph.variables.items()}, part / _VARIABLES)
-        (part / _SIGNATURE).write_text(json.dumps(signature, indent=1))
+        (part / PROGRAM).write_bytes(exported.serialize())
+        save_file({name: np.array(v.value) for name, v in graph.variables.items()}, part / VARIABLES)
+        (part / SIGNATURE).write_text(json.dumps(signature, indent=1))
         if as_text:
-            (part / _TEXT).write_text(exported.mlir_module())
+            (part / TEXT).write_text(exported.mlir_module())
         _copy_assets(extra, part)
     return os.fspath(folder)
 
@@ -110,108 +107,6 @@ def _described(columns: Sequence[Any]) -> list[Any]:
     return described
 
 
-@final
-class SavedModel:
-    """An exported model. `load_saved_model` returns it; may be used in any context.
-
-    Args:
-      folder: the folder of the export.
-
-    Raises:
-      CheckpointError: the folder is no export, or is incomplete.
-
-    Example:
-      >>> import phalanx.estimator as estimator
-      >>> def predict(path, features):
-      ...     return estimator.load_saved_model(path).predict(features)
-    """
-
-    def __init__(self, folder: str) -> None:
-        _require_flatbuffers()
-        from jax import export
-
-        path = Path(folder)
-        try:
-            self.signature: dict[str, Any] = json.loads((path / _SIGNATURE).read_text())
-            self._variables = load_file(path / _VARIABLES)
-            self._call = jax.jit(export.deserialize(bytearray((path / _PROGRAM).read_bytes())).call)
-            self._columns = [keras.saving.deserialize_keras_object(column) for column in self.signature["columns"]]
-        except Exception as e:  # Each of the three formats has errors of its own.
-            raise CheckpointError(
-                f"load_saved_model({folder!r})",
-                f"it is no exported model, or an incomplete one: {e}.",
-                "the folder that estimator.export_saved_model has returned",
-            ) from e
-
-    def predict(self, features: PyTree) -> Any:
-        """Returns the predictions.
-
-        Args:
-          features: array, or dict of arrays and lists (rows, ...), as the model was exported for.
-
-        Returns:
-          Dict of NumPy arrays, or an array, (rows, ...).
-
-        Raises:
-          InputError: the features have other names, shapes or dtypes.
-        """
-        raw = {name: self._checked(name, x) for name, x in self._by_name(features).items()}
-        named: Any = feature_column.prepare(raw, self._columns) if self._columns else raw
-        try:
-            predictions = self._call(self._variables, named if self.signature["is_dict"] else named[""])
-        except ValueError as e:
-            raise InputError(
-                f"features of the shapes {jax.tree.map(np.shape, raw)}",
-                f"the model does not compute so many rows: {str(e).partition(chr(10))[0]}",
-                "as many rows for all features; keras.ops.reshape(x, (-1, ...)) in the model_fn",
-            ) from e
-        predictions = jax.tree.map(np.asarray, predictions)
-        classes = self.signature["classes"]
-        return predictions if classes is None else with_classes(predictions, classes)
-
-    def _by_name(self, features: PyTree) -> dict[str, Any]:
-        specs = self.signature["features"]
-        arrays = _named(features)
-        if set(arrays) != set(specs):
-            raise InputError(
-                f"features of the names {sorted(arrays)}", f"the model takes {sorted(specs)}.", "all of them, as arrays"
-            )
-        return arrays
-
-    def _checked(self, name: str, feature: Any) -> np.ndarray:
-        dtype, shape = self.signature["features"][name]
-        try:
-            array = np.asarray(feature) if is_text(dtype) else np.asarray(feature, dtype)
-        except (TypeError, ValueError) as e:
-            raise InputError(f"the feature {name!r}", f"it is no array of {dtype}: {e}.", "one row per example") from e
-        if not array.ndim or not array.size or list(array.shape[1:]) != shape:
-            raise InputError(
-                f"the feature {name!r} of the shape {array.shape}",
-                f"a row has the shape {shape}.",
-                "one row per example",
-            )
-        return array
-
-
-def load_saved_model(path: str | os.PathLike[str]) -> SavedModel:
-    """Loads an exported model, without the program that has trained it. May be called in any context.
-
-    Args:
-      path: what `Estimator.export_saved_model` has returned.
-
-    Raises:
-      CheckpointError: the folder is no export, or is incomplete.
-      InvalidArgumentError: `path` is not a path.
-      MissingDependencyError: flatbuffers is not installed.
-
-    Example:
-      >>> import phalanx.estimator as estimator
-      >>> def predict(path, features):
-      ...     return estimator.load_saved_model(path).predict(features)
-    """
-    return SavedModel(arguments.path("path", path))
-
-
 def _exported(graph: Graph, batch: PyTree) -> Any:
     """Returns the program for any number of rows."""
     from jax import export
@@ -234,10 +129,6 @@ def _exported(graph: Graph, batch: PyTree) -> Any:
             f"its program cannot be exported for any number of rows: {str(e).partition(chr(10))[0]}",
             "keras.ops.reshape(x, (-1, ...)) instead of x.shape[0] in the model_fn",
         ) from e
-
-
-def _named(features: PyTree) -> dict[str, Any]:
-    return dict(features) if isinstance(features, Mapping) else {"": features}
 
 
 def _new_folder(base: str) -> Path:
@@ -294,12 +185,3 @@ def _checked_assets(assets: Any) -> dict[str, str]:
         if os.path.isabs(name) or ".." in Path(name).parts:
             raise InvalidArgumentError(f"assets_extra={{{name!r}: ...}}", "the path leads out of the export.", hint)
     return paths
-
-
-def _require_flatbuffers() -> None:
-    if importlib.util.find_spec("flatbuffers") is None:
-        raise MissingDependencyError(
-            "an exported model",
-            "it needs the library flatbuffers, which is not installed.",
-            'pip install ".[estimator]" in a clone of Phalanx',
-        )

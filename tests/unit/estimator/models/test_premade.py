@@ -11,7 +11,7 @@ import phalanx.estimator as estimator
 from phalanx import feature_column
 from phalanx.errors import InputError, InvalidArgumentError
 from phalanx.estimator import tf1
-from phalanx.estimator.premade import creator_of
+from phalanx.estimator.models.premade import creator_of
 
 X = feature_column.numeric_column("x")
 WORD = feature_column.categorical_column_with_vocabulary_list("s", ["a", "b"])

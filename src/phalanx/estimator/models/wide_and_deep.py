@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import Any, final
 
 from phalanx.estimator.config import RunConfig
-from phalanx.estimator.heads import Head, RegressionHead
-from phalanx.estimator.premade import HeadEstimator, Optimizer, class_head, combined_logits
-from phalanx.estimator.warm_start import WarmStartSettings
+from phalanx.estimator.heads.base import Head
+from phalanx.estimator.heads.regression import RegressionHead
+from phalanx.estimator.loop.warm_start import WarmStartSettings
+from phalanx.estimator.models.premade import HeadEstimator, Optimizer, class_head, combined_logits
 
 
 @final

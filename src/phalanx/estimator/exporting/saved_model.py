@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads an exported model: the program of the predictions, its variables, and the shapes of its features."""
+
+import importlib.util
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, final
+
+import jax
+import keras
+import numpy as np
+from safetensors.numpy import load_file
+
+from phalanx import feature_column
+from phalanx.errors import CheckpointError, InputError, MissingDependencyError, arguments
+from phalanx.estimator.export import is_text
+from phalanx.estimator.heads.classes import with_classes
+from phalanx.typing import PyTree
+
+PROGRAM, VARIABLES, SIGNATURE, TEXT = "program.bin", "variables.safetensors", "signature.json", "program.txt"
+"""The files of an exported model."""
+
+
+@final
+class SavedModel:
+    """An exported model. `load_saved_model` returns it; may be used in any context.
+
+    Args:
+      folder: the folder of the export.
+
+    Raises:
+      CheckpointError: the folder is no export, or is incomplete.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> def predict(path, features):
+      ...     return estimator.load_saved_model(path).predict(features)
+    """
+
+    def __init__(self, folder: str) -> None:
+        require_flatbuffers()
+        from jax import export
+
+        path = Path(folder)
+        try:
+            self.signature: dict[str, Any] = json.loads((path / SIGNATURE).read_text())
+            self._variables = load_file(path / VARIABLES)
+            self._call = jax.jit(export.deserialize(bytearray((path / PROGRAM).read_bytes())).call)
+            self._columns = [keras.saving.deserialize_keras_object(column) for column in self.signature["columns"]]
+        except Exception as e:  # Each of the three formats has errors of its own.
+            raise CheckpointError(
+                f"load_saved_model({folder!r})",
+                f"it is no exported model, or an incomplete one: {e}.",
+                "the folder that estimator.export_saved_model has returned",
+            ) from e
+
+    def predict(self, features: PyTree) -> Any:
+        """Returns the predictions.
+
+        Args:
+          features: array, or dict of arrays and lists (rows, ...), as the model was exported for.
+
+        Returns:
+          Dict of NumPy arrays, or an array, (rows, ...).
+
+        Raises:
+          InputError: the features have other names, shapes or dtypes.
+        """
+        raw = {name: self._checked(name, x) for name, x in self._by_name(features).items()}
+        named: Any = feature_column.prepare(raw, self._columns) if self._columns else raw
+        try:
+            predictions = self._call(self._variables, named if self.signature["is_dict"] else named[""])
+        except ValueError as e:
+            raise InputError(
+                f"features of the shapes {jax.tree.map(np.shape, raw)}",
+                f"the model does not compute so many rows: {str(e).partition(chr(10))[0]}",
+                "as many rows for all features; keras.ops.reshape(x, (-1, ...)) in the model_fn",
+            ) from e
+        predictions = jax.tree.map(np.asarray, predictions)
+        classes = self.signature["classes"]
+        return predictions if classes is None else with_classes(predictions, classes)
+
+    def _by_name(self, features: PyTree) -> dict[str, Any]:
+        specs = self.signature["features"]
+        arrays = named(features)
+        if set(arrays) != set(specs):
+            raise InputError(
+                f"features of the names {sorted(arrays)}", f"the model takes {sorted(specs)}.", "all of them, as arrays"
+            )
+        return arrays
+
+    def _checked(self, name: str, feature: Any) -> np.ndarray:
+        dtype, shape = self.signature["features"][name]
+        try:
+            array = np.asarray(feature) if is_text(dtype) else np.asarray(feature, dtype)
+        except (TypeError, ValueError) as e:
+            raise InputError(f"the feature {name!r}", f"it is no array of {dtype}: {e}.", "one row per example") from e
+        if not array.ndim or not array.size or list(array.shape[1:]) != shape:
+            raise InputError(
+                f"the feature {name!r} of the shape {array.shape}",
+                f"a row has the shape {shape}.",
+                "one row per example",
+            )
+        return array
+
+
+def load_saved_model(path: str | os.PathLike[str]) -> SavedModel:
+    """Loads an exported model, without the program that has trained it. May be called in any context.
+
+    Args:
+      path: what `Estimator.export_saved_model` has returned.
+
+    Raises:
+      CheckpointError: the folder is no export, or is incomplete.
+      InvalidArgumentError: `path` is not a path.
+      MissingDependencyError: flatbuffers is not installed.
+
+    Example:
+      >>> import phalanx.estimator as estimator
+      >>> def predict(path, features):
+      ...     return estimator.load_saved_model(path).predict(features)
+    """
+    return SavedModel(arguments.path("path", path))
+
+
+def named(features: PyTree) -> dict[str, Any]:
+    """Returns features by name. A single array has the empty name."""
+    return dict(features) if isinstance(features, Mapping) else {"": features}
+
+
+def require_flatbuffers() -> None:
+    """Requires the library that reads and writes the program of an exported model.
+
+    Raises:
+      MissingDependencyError: flatbuffers is not installed.
+    """
+    if importlib.util.find_spec("flatbuffers") is None:
+        raise MissingDependencyError(
+            "an exported model",
+            "it needs the library flatbuffers, which is not installed.",
+            'pip install ".[estimator]" in a clone of Phalanx',
+        )
