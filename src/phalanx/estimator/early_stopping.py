@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks that end a training early: the names of `tf.estimator.experimental`."""
 
+import functools
 import logging
 import operator
 import os
 from collections.abc import Callable
-from typing import Any, final
+from typing import TypeAlias, final
 
 import numpy as np
 from typing_extensions import override
@@ -17,6 +18,9 @@ from phalanx.estimator.loop.session import SessionRunContext, SessionRunHook, Se
 from phalanx.summary import events
 
 _log = logging.getLogger("phalanx")
+
+Values: TypeAlias = list[tuple[int, float]]
+"""The values of one metric, each with the training step that was evaluated, in the order of the steps."""
 
 
 @final
@@ -110,10 +114,8 @@ def stop_if_higher_hook(
       ...     return estimator.experimental.stop_if_higher_hook(model, "accuracy", 0.9)
     """
     _require_number("threshold", threshold)
-    results = _Results(estimator, metric_name, eval_dir, min_steps)
-    return make_early_stopping_hook(
-        estimator, lambda: results.cross(operator.gt, threshold), run_every_secs, run_every_steps
-    )
+    stops = functools.partial(_crosses, operator.gt, threshold)
+    return _metric_hook(stops, estimator, metric_name, eval_dir, min_steps, run_every_secs, run_every_steps)
 
 
 def stop_if_lower_hook(
@@ -147,10 +149,8 @@ def stop_if_lower_hook(
       ...     return estimator.experimental.stop_if_lower_hook(model, "loss", 0.1)
     """
     _require_number("threshold", threshold)
-    results = _Results(estimator, metric_name, eval_dir, min_steps)
-    return make_early_stopping_hook(
-        estimator, lambda: results.cross(operator.lt, threshold), run_every_secs, run_every_steps
-    )
+    stops = functools.partial(_crosses, operator.lt, threshold)
+    return _metric_hook(stops, estimator, metric_name, eval_dir, min_steps, run_every_secs, run_every_steps)
 
 
 def stop_if_no_increase_hook(
@@ -184,10 +184,8 @@ def stop_if_no_increase_hook(
       ...     return estimator.experimental.stop_if_no_increase_hook(model, "accuracy", max_steps_without_increase=1000)
     """
     arguments.integer("max_steps_without_increase", max_steps_without_increase)
-    results = _Results(estimator, metric_name, eval_dir, min_steps)
-    return make_early_stopping_hook(
-        estimator, lambda: results.stall(operator.gt, max_steps_without_increase), run_every_secs, run_every_steps
-    )
+    stops = functools.partial(_stalls, operator.gt, max_steps_without_increase)
+    return _metric_hook(stops, estimator, metric_name, eval_dir, min_steps, run_every_secs, run_every_steps)
 
 
 def stop_if_no_decrease_hook(
@@ -221,56 +219,71 @@ def stop_if_no_decrease_hook(
       ...     return estimator.experimental.stop_if_no_decrease_hook(model, "loss", max_steps_without_decrease=1000)
     """
     arguments.integer("max_steps_without_decrease", max_steps_without_decrease)
-    results = _Results(estimator, metric_name, eval_dir, min_steps)
-    return make_early_stopping_hook(
-        estimator, lambda: results.stall(operator.lt, max_steps_without_decrease), run_every_secs, run_every_steps
-    )
+    stops = functools.partial(_stalls, operator.lt, max_steps_without_decrease)
+    return _metric_hook(stops, estimator, metric_name, eval_dir, min_steps, run_every_secs, run_every_steps)
 
 
-def _require_number(name: str, value: Any) -> None:
+def _require_number(name: str, value: object) -> None:
     if not isinstance(value, (int, float, np.number)):
         raise InvalidArgumentError(f"{name}={shown(value)}", "must be a number.", f"{name}=0.9")
 
 
-@final
-class _Results:
-    """One metric of the evaluations so far, from their summaries."""
+def _metric_hook(
+    stops: Callable[[Values], bool],
+    estimator: Estimator,
+    metric_name: str,
+    eval_dir: str | None,
+    min_steps: int,
+    every_secs: float | None,
+    every_steps: int | None,
+) -> SessionRunHook:
+    """Returns a hook that ends a training run once a function of one metric's values says so."""
+    arguments.instance("estimator", estimator, Estimator, "stop_if_higher_hook(estimator, metric_name, threshold)")
+    if not isinstance(metric_name, str):
+        raise InvalidArgumentError(f"metric_name={shown(metric_name)}", "must be a str.", 'metric_name="loss"')
+    arguments.integer("min_steps", min_steps, least=0)
+    folder = estimator.eval_dir() if eval_dir is None else arguments.path("eval_dir", eval_dir)
+    # Each call reads the files again, because the evaluator that writes them is another process (as in tf.estimator).
+    return make_early_stopping_hook(
+        estimator, lambda: stops(_values_in(folder, metric_name, min_steps)), every_secs, every_steps
+    )
 
-    def __init__(self, estimator: Estimator, metric: str, eval_dir: str | None, min_steps: int) -> None:
-        arguments.instance("estimator", estimator, Estimator, "stop_if_higher_hook(estimator, metric_name, threshold)")
-        if not isinstance(metric, str):
-            raise InvalidArgumentError(f"metric_name={shown(metric)}", "must be a str.", 'metric_name="loss"')
-        arguments.integer("min_steps", min_steps, least=0)
-        self._dir = estimator.eval_dir() if eval_dir is None else arguments.path("eval_dir", eval_dir)
-        self._metric, self._min_steps = metric, min_steps
 
-    def cross(self, is_better: Callable[[Any, Any], bool], threshold: float) -> bool:
-        """Returns whether the metric was better than a threshold."""
-        return any(is_better(value, threshold) for _, value in self._values())
+def _crosses(is_beyond: Callable[[float, float], bool], threshold: float, values: Values) -> bool:
+    """Returns whether a value has crossed a threshold."""
+    # One value is enough, even if later ones are back: the hook may look less often than the evaluator evaluates.
+    return any(is_beyond(value, threshold) for _, value in values)
 
-    def stall(self, is_better: Callable[[Any, Any], bool], most: int) -> bool:
-        """Returns whether the metric has not become better for a number of steps."""
-        best: float | None = None
-        best_step = 0
-        for step, value in self._values():
-            if best is None or is_better(value, best):
-                best, best_step = value, step
-            if step - best_step >= most:
-                return True
-        return False
 
-    def _values(self) -> list[tuple[int, float]]:
-        values = []
-        for step, metrics in read_eval_metrics(self._dir).items():
-            if step >= self._min_steps:
-                if self._metric not in metrics:
-                    raise InvalidArgumentError(
-                        f"metric_name={self._metric!r}",
-                        f"the evaluations have {sorted(metrics)}.",
-                        'metric_name="loss"',
-                    )
-                values.append((step, metrics[self._metric]))
-        return values
+def _stalls(is_better: Callable[[float, float], bool], most: int, values: Values) -> bool:
+    """Returns whether the best value was not improved for a number of training steps."""
+    best: float | None = None
+    best_step = 0
+    for step, value in values:
+        if best is None or is_better(value, best):
+            best, best_step = value, step
+        if step - best_step >= most:
+            return True
+    return False
+
+
+def _values_in(folder: str, metric_name: str, min_steps: int) -> Values:
+    """Returns one metric of the evaluations in a folder.
+
+    Raises:
+      InvalidArgumentError: an evaluation does not have the metric.
+    """
+    values = []
+    for step, metrics in read_eval_metrics(folder).items():
+        if step >= min_steps:
+            if metric_name not in metrics:
+                raise InvalidArgumentError(
+                    f"metric_name={metric_name!r}",
+                    f"the evaluations have {sorted(metrics)}.",
+                    'metric_name="loss"',
+                )
+            values.append((step, metrics[metric_name]))
+    return values
 
 
 def read_eval_metrics(eval_dir: str) -> dict[int, dict[str, float]]:

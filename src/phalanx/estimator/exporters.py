@@ -16,6 +16,7 @@ from phalanx.estimator.estimator import Estimator
 from phalanx.summary import events
 
 _log = logging.getLogger("phalanx")
+_RECEIVER_HINT = "serving_input_receiver_fn=estimator.export.build_raw_serving_input_receiver_fn(features)"
 
 
 class Exporter(ABC):
@@ -60,23 +61,19 @@ class Exporter(ABC):
 
 
 class _SavedModelExporter(Exporter):
-    """An exporter that calls `Estimator.export_saved_model`."""
+    """An exporter that calls `Estimator.export_saved_model`. Subclasses decide after which evaluations."""
 
     def __init__(
         self,
         name: str,
-        serving_input_receiver_fn: Callable[[], Any] | None,
+        serving_input_receiver_fn: Callable[[], object],
         assets_extra: Mapping[str, str] | None = None,
         as_text: bool = False,
-        exports_to_keep: int | None = None,
+        exports_to_keep: int | None = 5,
     ) -> None:
         if not isinstance(name, str) or not name:
             raise InvalidArgumentError(f"name={shown(name)}", "must be a str, not empty.", 'name="exporter"')
-        arguments.function(
-            "serving_input_receiver_fn",
-            serving_input_receiver_fn,
-            "serving_input_receiver_fn=estimator.export.build_raw_serving_input_receiver_fn(features)",
-        )
+        arguments.function("serving_input_receiver_fn", serving_input_receiver_fn, _RECEIVER_HINT)
         if exports_to_keep is not None:
             arguments.integer("exports_to_keep", exports_to_keep)
         self._name, self._receiver_fn = name, serving_input_receiver_fn
@@ -96,17 +93,25 @@ class _SavedModelExporter(Exporter):
         checkpoint_path: str,
         eval_result: dict[str, Any],
         is_the_final_export: bool,
-    ) -> Any:
-        """Exports the model, and deletes old exports. See `Exporter.export`."""
-        assert self._receiver_fn is not None
+    ) -> str | None:
+        """Exports the model if this evaluation calls for it, and deletes old exports. See `Exporter.export`."""
+        if not self._is_due(estimator, export_path, eval_result, is_the_final_export):
+            return None
         path = estimator.export_saved_model(
             export_path, self._receiver_fn, self._assets, self._as_text, checkpoint_path
         )
         if self._keep is not None:
             numbers = sorted(int(name) for name in os.listdir(export_path) if name.isdecimal())
             for number in numbers[: -self._keep]:
+                # Another process may be reading an old export: what cannot be deleted now is deleted after the next export.
                 shutil.rmtree(os.path.join(export_path, str(number)), ignore_errors=True)
         return path
+
+    @abstractmethod
+    def _is_due(
+        self, estimator: Estimator, export_path: str, eval_result: dict[str, Any], is_the_final_export: bool
+    ) -> bool:
+        """Returns whether to export after this evaluation."""
 
 
 @final
@@ -132,15 +137,11 @@ class LatestExporter(_SavedModelExporter):
       >>> exporter = estimator.LatestExporter("latest", receiver_fn)
     """
 
-    def __init__(
-        self,
-        name: str,
-        serving_input_receiver_fn: Callable[[], Any],
-        assets_extra: Mapping[str, str] | None = None,
-        as_text: bool = False,
-        exports_to_keep: int | None = 5,
-    ) -> None:
-        super().__init__(name, serving_input_receiver_fn, assets_extra, as_text, exports_to_keep)
+    @override
+    def _is_due(
+        self, estimator: Estimator, export_path: str, eval_result: dict[str, Any], is_the_final_export: bool
+    ) -> bool:
+        return True
 
 
 @final
@@ -172,21 +173,14 @@ class FinalExporter(_SavedModelExporter):
         assets_extra: Mapping[str, str] | None = None,
         as_text: bool = False,
     ) -> None:
-        super().__init__(name, serving_input_receiver_fn, assets_extra, as_text)
+        # One training run makes one final export, so there is nothing to delete. As in tf.estimator, no argument asks for it.
+        super().__init__(name, serving_input_receiver_fn, assets_extra, as_text, exports_to_keep=None)
 
     @override
-    def export(
-        self,
-        estimator: Estimator,
-        export_path: str,
-        checkpoint_path: str,
-        eval_result: dict[str, Any],
-        is_the_final_export: bool,
-    ) -> Any:
-        """Exports the model if the training has ended. See `Exporter.export`."""
-        if not is_the_final_export:
-            return None
-        return super().export(estimator, export_path, checkpoint_path, eval_result, is_the_final_export)
+    def _is_due(
+        self, estimator: Estimator, export_path: str, eval_result: dict[str, Any], is_the_final_export: bool
+    ) -> bool:
+        return is_the_final_export
 
 
 def _loss_smaller(best_eval_result: dict[str, Any], current_eval_result: dict[str, Any]) -> bool:
@@ -239,6 +233,9 @@ class BestExporter(_SavedModelExporter):
         as_text: bool = False,
         exports_to_keep: int | None = 5,
     ) -> None:
+        # tf.estimator gives `name` a default and thereby also this argument, although no export works without it.
+        arguments.function("serving_input_receiver_fn", serving_input_receiver_fn, _RECEIVER_HINT)
+        assert serving_input_receiver_fn is not None
         super().__init__(name, serving_input_receiver_fn, assets_extra, as_text, exports_to_keep)
         parameters = {"best_eval_result", "current_eval_result"}
         if _parameters_of(compare_fn) != parameters:
@@ -254,15 +251,9 @@ class BestExporter(_SavedModelExporter):
         self._model_dir: str | None = None
 
     @override
-    def export(
-        self,
-        estimator: Estimator,
-        export_path: str,
-        checkpoint_path: str,
-        eval_result: dict[str, Any],
-        is_the_final_export: bool,
-    ) -> Any:
-        """Exports the model if it is the best so far. See `Exporter.export`."""
+    def _is_due(
+        self, estimator: Estimator, export_path: str, eval_result: dict[str, Any], is_the_final_export: bool
+    ) -> bool:
         if self._model_dir != estimator.model_dir:
             self._model_dir = estimator.model_dir
             self._best = self._best_in(os.path.join(estimator.model_dir, self._pattern)) if self._pattern else None
@@ -270,10 +261,10 @@ class BestExporter(_SavedModelExporter):
             if not os.path.isdir(export_path):
                 self._best = None
         if self._best is not None and not self._compare(best_eval_result=self._best, current_eval_result=eval_result):
-            return None
+            return False
         _log.info("Exporting the best model so far.")
         self._best = eval_result
-        return super().export(estimator, export_path, checkpoint_path, eval_result, is_the_final_export)
+        return True
 
     def _best_in(self, pattern: str) -> dict[str, Any] | None:
         """Returns the best of the evaluations in files, or None."""

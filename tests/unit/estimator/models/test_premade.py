@@ -1,6 +1,8 @@
 """Ready-made models: their arguments, and what they do with features."""
 
 import functools
+import inspect
+import re
 
 import keras
 import numpy as np
@@ -11,7 +13,7 @@ import phalanx.estimator as estimator
 from phalanx import feature_column
 from phalanx.errors import InputError, InvalidArgumentError
 from phalanx.estimator import tf1
-from phalanx.estimator.models.premade import creator_of
+from phalanx.estimator.models.premade import HeadEstimator, creator_of
 
 X = feature_column.numeric_column("x")
 WORD = feature_column.categorical_column_with_vocabulary_list("s", ["a", "b"])
@@ -108,3 +110,22 @@ def test_optimizer_of_keras_trains(tmp_path, rate):
         model.train(lambda: [({"x": x}, 2 * x)] * 20)
         found.append(model.get_variable_value("linear/linear_model/x/weights"))
     np.testing.assert_array_equal(*found)
+
+
+def test_families_describe_arguments_alike():
+    """Each class shows all of its arguments, and an argument of several classes has one name, default and description."""
+    described = {}
+    for name in estimator.__all__:
+        kind = getattr(estimator, name)
+        if not (inspect.isclass(kind) and issubclass(kind, HeadEstimator)):
+            continue
+        args = inspect.cleandoc(kind.__doc__).partition("Args:\n")[2].partition("\n\n")[0]
+        texts = dict(re.findall(r"^  (\w+): (.*)$", args, re.M))
+        parameters = inspect.signature(kind).parameters
+        assert list(texts) == list(parameters), name
+        for argument, text in texts.items():
+            family = "" if argument != "optimizer" else name.removesuffix("Classifier").removesuffix("Regressor")
+            family = family.removesuffix("Estimator")
+            described.setdefault((argument, family), set()).add((text, parameters[argument].default))
+    assert len(described) > 20
+    assert {key: texts for key, texts in described.items() if len(texts) > 1} == {}
