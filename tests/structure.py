@@ -163,7 +163,7 @@ LIMITS: dict[Callable[[Sources], list[str]], tuple[int, int]] = {
     class_names_used_twice: (0, 0),
     pronouns: (2, 40),
     attributes_on_objects_of_keras: (0, 0),
-    lines_with_any: (565, 300),
+    lines_with_any: (281, 200),
     missing_comments: (851, 0),
     all_lines: (59_400, 55_500),
 }

@@ -16,7 +16,7 @@ _log = logging.getLogger("phalanx")
 _PARAMETERS = ("features", "labels", "mode", "params", "config")
 
 
-def parameters_of(model_fn: Callable[..., Any], params: Any) -> set[str]:
+def parameters_of(model_fn: Callable[..., Any], params: object) -> set[str]:
     """Returns the names of the parameters of a model function.
 
     Raises:
@@ -36,7 +36,7 @@ def parameters_of(model_fn: Callable[..., Any], params: Any) -> set[str]:
     return set(names)
 
 
-def model_dir_of(model_dir: Any, config: RunConfig) -> str:
+def model_dir_of(model_dir: object, config: RunConfig) -> str:
     """Returns the folder of an Estimator.
 
     Raises:
@@ -62,7 +62,7 @@ def model_dir_of(model_dir: Any, config: RunConfig) -> str:
     return folder
 
 
-def settings_of(warm_start_from: Any) -> WarmStartSettings | None:
+def settings_of(warm_start_from: object) -> WarmStartSettings | None:
     """Returns the settings of a warm start from settings or a path."""
     if warm_start_from is None or isinstance(warm_start_from, WarmStartSettings):
         return warm_start_from

@@ -205,7 +205,7 @@ class RunConfig:
         return spec.num_tasks(TaskType.PS) if TaskType.PS in spec.jobs else 0
 
 
-def _check_count(name: str, value: Any, least: int) -> None:
+def _check_count(name: str, value: object, least: int) -> None:
     if value is not None:
         kind = f"an integer of at least {least}, or None"
         arguments.integer(name, value, least=least, kind=kind, hint=f"{name}=100")

@@ -7,6 +7,7 @@ from typing import Any, final
 
 import jax
 import numpy as np
+from numpy.typing import DTypeLike
 
 from phalanx.errors import InvalidArgumentError, shown
 from phalanx.errors.names import suggest_names
@@ -39,7 +40,7 @@ class ServingInputReceiver:
     """
 
     features: PyTree
-    receiver_tensors: Any = None
+    receiver_tensors: PyTree = None
     receiver_tensors_alternatives: None = None
 
     def __post_init__(self) -> None:
@@ -129,7 +130,7 @@ def build_parsing_serving_input_receiver_fn(
     return lambda: ServingInputReceiver(examples)
 
 
-def is_text(dtype: Any) -> bool:
+def is_text(dtype: DTypeLike) -> bool:
     """Returns whether arrays of a dtype contain text, which no device holds."""
     return np.dtype(dtype).kind in "OSU"
 

@@ -45,7 +45,7 @@ class Exporter(ABC):
         checkpoint_path: str,
         eval_result: dict[str, Any],
         is_the_final_export: bool,
-    ) -> Any:
+    ) -> object:
         """Exports the model, if it wants to.
 
         Args:
@@ -188,7 +188,7 @@ def _loss_smaller(best_eval_result: dict[str, Any], current_eval_result: dict[st
     return float(current_eval_result["loss"]) < float(best_eval_result["loss"])
 
 
-def _parameters_of(fn: Any) -> set[str]:
+def _parameters_of(fn: Callable[..., object]) -> set[str]:
     try:
         return set(inspect.signature(fn).parameters)
     except (TypeError, ValueError):  # No function, or one of C.

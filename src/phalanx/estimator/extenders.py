@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from phalanx.errors import InvalidArgumentError, arguments, shown
+from phalanx.estimator.config import RunConfig
 from phalanx.estimator.estimator import Estimator
 from phalanx.estimator.loop.spec import EstimatorSpec, ModeKeys
 from phalanx.typing import PyTree
@@ -48,7 +49,7 @@ def add_metrics(estimator: Estimator, metric_fn: Callable[..., dict[str, Any]]) 
         )
     inner = estimator.model_fn
 
-    def model_fn(features: PyTree, labels: PyTree, mode: str, config: Any) -> EstimatorSpec:
+    def model_fn(features: PyTree, labels: PyTree, mode: str, config: RunConfig) -> EstimatorSpec:
         spec = inner(features, labels, mode, config)
         if mode != ModeKeys.EVAL:
             return spec

@@ -9,13 +9,14 @@ import numpy as np
 
 from phalanx.errors import InvalidArgumentError, arguments, shown
 from phalanx.errors.names import suggest_names
+from phalanx.typing import PyTree
 
 __all__ = ["numpy_input_fn", "pandas_input_fn"]
 
 
 def numpy_input_fn(
-    x: Any,
-    y: Any = None,
+    x: PyTree,
+    y: PyTree = None,
     batch_size: int = 128,
     num_epochs: int | None = 1,
     shuffle: bool | None = None,
@@ -69,7 +70,7 @@ def numpy_input_fn(
 class _Batches:
     """Batches of arrays, again and again."""
 
-    def __init__(self, data: Any, size: int, batch_size: int, epochs: int | None, shuffle: bool) -> None:
+    def __init__(self, data: PyTree, size: int, batch_size: int, epochs: int | None, shuffle: bool) -> None:
         self._data, self._size, self._batch_size = data, size, batch_size
         self._epochs, self._shuffle = epochs, shuffle
 
@@ -90,11 +91,11 @@ class _Batches:
             yield rng.permutation(self._size) if self._shuffle else np.arange(self._size)
             epoch += 1
 
-    def _rows(self, rows: np.ndarray) -> Any:
+    def _rows(self, rows: np.ndarray) -> PyTree:
         return jax.tree.map(lambda array: array[rows], self._data)
 
 
-def pandas_input_fn(x: Any, y: Any = None, **options: Any) -> Callable[[], Any]:
+def pandas_input_fn(x: PyTree, y: PyTree = None, **options: PyTree) -> Callable[[], Any]:
     """Returns an input function that yields batches of a table of pandas. May be called in any context.
 
     Args:

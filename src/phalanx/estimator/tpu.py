@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, final
 
+import jax
 from typing_extensions import override
 
 from phalanx._src.cluster.resolvers.base import ClusterResolver
@@ -18,6 +19,7 @@ from phalanx.estimator.estimator import Estimator
 from phalanx.estimator.loop.session import SessionRunHook
 from phalanx.estimator.loop.spec import EstimatorSpec, ModeKeys, Scaffold
 from phalanx.estimator.loop.warm_start import WarmStartSettings
+from phalanx.typing import PyTree
 
 __all__ = ["InputPipelineConfig", "RunConfig", "TPUConfig", "TPUEstimator", "TPUEstimatorSpec"]
 
@@ -262,7 +264,7 @@ class TPUEstimator(Estimator):
         return super()._dataset_fn(input_fn, mode)
 
 
-def _require(name: str, value: Any, default: Any, hint: str) -> None:
+def _require(name: str, value: object, default: object, hint: str) -> None:
     if value is not default and value != default:
         raise InvalidArgumentError(f"TPUEstimator({name}={shown(value)})", f"only {default} is supported.", hint)
 
@@ -290,9 +292,9 @@ def _per_replica(name: str, size: int | None, strategy: Strategy | None) -> int 
 
 def TPUEstimatorSpec(
     mode: str,
-    predictions: Any = None,
-    loss: Any = None,
-    train_op: Any = None,
+    predictions: PyTree = None,
+    loss: jax.Array | None = None,
+    train_op: PyTree = None,
     eval_metrics: tuple[Callable[..., Mapping[str, Any]], Any] | None = None,
     export_outputs: Mapping[str, Any] | None = None,
     scaffold_fn: Callable[[], Scaffold] | None = None,
@@ -344,7 +346,7 @@ def TPUEstimatorSpec(
     )
 
 
-def _metrics_of(eval_metrics: Any) -> Mapping[str, Any] | None:
+def _metrics_of(eval_metrics: tuple[Callable[..., Mapping[str, Any]], Any] | None) -> Mapping[str, Any] | None:
     if eval_metrics is None:
         return None
     is_pair = isinstance(eval_metrics, (tuple, list)) and len(eval_metrics) == 2

@@ -20,7 +20,7 @@ from phalanx.estimator.hooks.saving import CheckpointSaverListener, checked_list
 from phalanx.estimator.hooks.timer import SecondOrStepTimer
 from phalanx.estimator.loop import batches
 from phalanx.estimator.loop.graph import GLOBAL_STEP
-from phalanx.estimator.loop.session import SessionRunHook, checked_hooks
+from phalanx.estimator.loop.session import HookSession, SessionRunHook, checked_hooks, listed
 
 _log = logging.getLogger("phalanx")
 _POLL_S = 1.0
@@ -97,8 +97,7 @@ class EvalSpec:
         if self.name is not None and not isinstance(self.name, str):
             raise InvalidArgumentError(f"name={shown(self.name)}", "must be a str or None.", 'name="test"')
         object.__setattr__(self, "hooks", checked_hooks("hooks", self.hooks))
-        option: Any = self.exporters
-        exporters = list(option or ()) if option is None or isinstance(option, Iterable) else [option]
+        exporters = listed(self.exporters)
         for exporter in exporters:
             if not isinstance(exporter, Exporter):
                 raise InvalidArgumentError(
@@ -111,7 +110,7 @@ class EvalSpec:
             raise InvalidArgumentError(
                 f"exporters of the names {names}", "each needs a name of its own.", 'name="best"'
             )
-        object.__setattr__(self, "exporters", tuple(exporters))
+        object.__setattr__(self, "exporters", exporters)
         for name in ("start_delay_secs", "throttle_secs"):
             if getattr(self, name) != 0 and arguments.seconds(name, getattr(self, name)) is None:
                 raise InvalidArgumentError(f"{name}=None", "must be a number of seconds.", f"{name}=0")
@@ -273,7 +272,7 @@ class _EvaluatesSaved(CheckpointSaverListener):
         self._is_first = True
 
     @override
-    def after_save(self, session: Any, global_step_value: int) -> bool | None:
+    def after_save(self, session: HookSession, global_step_value: int) -> bool | None:
         """Evaluates, but not before the first step."""
         if self._is_first:
             self._is_first = False
@@ -282,7 +281,7 @@ class _EvaluatesSaved(CheckpointSaverListener):
         return None
 
     @override
-    def end(self, session: Any, global_step_value: int) -> None:
+    def end(self, session: HookSession, global_step_value: int) -> None:
         """Evaluates the last checkpoint."""
         if global_step_value != self._timer.last_triggered_step():
             self._evaluate(global_step_value, is_final=True)

@@ -12,6 +12,9 @@ import keras
 import numpy as np
 from numpy.typing import NDArray
 
+from phalanx.feature_column.raw import Feature
+from phalanx.typing import PyTree
+
 MISSING = -1
 """The id of a missing value, and of a value that is not in a vocabulary."""
 
@@ -30,7 +33,7 @@ class AbstractInput(ABC):
         """The names of the raw features that the array is computed from."""
 
     @abstractmethod
-    def array(self, features: Mapping[str, Any]) -> Any:
+    def array(self, features: Mapping[str, PyTree]) -> Feature:
         """Returns the array, computed from raw features on the host."""
 
     def add_to(self, prepared: dict[str, Any], features: Mapping[str, Any]) -> None:
@@ -96,7 +99,7 @@ class Table(AbstractDescription):
     name: str
     num_buckets: int
     dimension: int
-    initializer: Any = field(compare=False)
+    initializer: PyTree = field(compare=False)
     trainable: bool
 
 
@@ -160,7 +163,7 @@ class AbstractHostColumn(AbstractCategoricalColumn, AbstractInput):
         """Returns the column itself, whose ids are an array."""
         yield self
 
-    def array(self, features: Mapping[str, Any]) -> Any:
+    def array(self, features: Mapping[str, PyTree]) -> Feature:
         """Returns the ids, (batch, k) of int32."""
         ids, is_present = self.occurrences(features)
         return np.where(is_present & (ids >= 0), ids, MISSING).astype(np.int32)

@@ -68,7 +68,7 @@ class IdentityColumn(AbstractKeyedColumn):
 
     @override
     def add_to(self, prepared: dict[str, Any], features: Mapping[str, Any]) -> None:
-        raw: Any = features.get(self.key)
+        raw: PyTree = features.get(self.key)
         if self.prepared_key not in features and is_symbolic(raw) and is_integer(raw):
             prepared[self.key] = raw
         else:

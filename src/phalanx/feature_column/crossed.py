@@ -15,6 +15,7 @@ from phalanx.feature_column.categorical import HashedColumn
 from phalanx.feature_column.fingerprint import concatenated, fingerprint64
 from phalanx.feature_column.names import checked_buckets
 from phalanx.feature_column.raw import (
+    Feature,
     by_unique,
     categories_of,
     encoded,
@@ -90,7 +91,7 @@ def _part(key: Key, features: Mapping[str, Any]) -> Occurrences:
     return Occurrences(integers.view(np.uint64), np.ones(values.shape, bool))
 
 
-def _whole(feature: Any) -> Any:
+def _whole(feature: Feature) -> Feature:
     """Returns floats without their fractions, and everything else unchanged."""
     if is_symbolic(feature) or feature.dtype.kind != "f":
         return feature

@@ -121,7 +121,7 @@ def _longer(data: NDArray[np.uint8]) -> Words:
     return _hashed(first, _hashed(v[1], w[1], factor) + x, factor)
 
 
-def _with_block(state: _HashState, block: NDArray[np.uint8], factor: Any, weight: int) -> _HashState:
+def _with_block(state: _HashState, block: NDArray[np.uint8], factor: Words, weight: int) -> _HashState:
     """Returns the state after 64 bytes. The last block has factors of its own."""
     x, y, z, v, w = state
     x = _rotated(x + y + v[0] + _word(block, 8), 37) * factor
@@ -147,7 +147,7 @@ def _stirred(a: Words, b: Words, c: Words, d: Words) -> tuple[Words, Words]:
     return _rotated(a + b, 43) + _rotated(c, 30) + d, a + _rotated(b + _K2, 18) + c
 
 
-def _hashed(low: Words, high: Words, factor: Any) -> Words:
+def _hashed(low: Words, high: Words, factor: Words) -> Words:
     first = _mixed((low ^ high) * factor)
     return _mixed((high ^ first) * factor) * factor
 

@@ -2,7 +2,6 @@
 """Checks of the names, dtypes and columns that the builders of columns take."""
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 
@@ -34,7 +33,7 @@ def checked_buckets(name: str, value: object, least: int = 1) -> int:
     return arguments.integer(name, value, least=least, most=2**31 - 1, kind=kind, hint=f"{name}=100")
 
 
-def dtype_name(dtype: Any) -> str:
+def dtype_name(dtype: object) -> str:
     """Returns the name of a dtype of NumPy, or of another library: "float32", "int64", "string".
 
     Raises:
@@ -57,7 +56,7 @@ def dtype_name(dtype: Any) -> str:
     return "str" if kind.kind in "OSTU" else kind.name
 
 
-def kind_of(dtype: Any, key: str) -> str:
+def kind_of(dtype: object, key: str) -> str:
     """Returns `INTEGER` or `TEXT`.
 
     Raises:

@@ -22,7 +22,7 @@ from phalanx.feature_column.base import (
     Table,
 )
 from phalanx.feature_column.names import checked_key, dtype_name
-from phalanx.feature_column.raw import numbers_of, on_host
+from phalanx.feature_column.raw import A, Feature, numbers_of, on_host
 from phalanx.typing import PyTree
 
 
@@ -51,7 +51,7 @@ class NumericColumn(AbstractDenseColumn, AbstractRawInput):
         yield self
 
     @override
-    def array(self, features: Mapping[str, Any]) -> Any:
+    def array(self, features: Mapping[str, PyTree]) -> Feature:
         feature = numbers_of(features, self.key, self.dtype)
         if math.prod(feature.shape[1:]) != self.width:
             raise InvalidArgumentError(
@@ -66,7 +66,7 @@ class NumericColumn(AbstractDenseColumn, AbstractRawInput):
         feature = jnp.asarray(prepared[self.key])
         return jnp.asarray(self.normalized(feature), jnp.float32).reshape(feature.shape[0], self.width)
 
-    def normalized(self, feature: Any) -> Any:
+    def normalized(self, feature: A) -> A:
         """Returns what `normalizer_fn` makes of a feature."""
         feature = feature.reshape(feature.shape[0], *self.shape)
         return feature if self.normalizer_fn is None else self.normalizer_fn(feature)

@@ -2,7 +2,7 @@
 """Reads the features of a batch as arrays of the host: numbers, or texts and integers of categories."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import keras
@@ -10,6 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from phalanx.errors import ContextError, InvalidArgumentError, shown
+from phalanx.typing import PyTree
+
+Feature: TypeAlias = NDArray[Any] | jax.Array | keras.KerasTensor
+"""An array of the host or of a device, or a symbol that has no value yet."""
+
+A = TypeVar("A", NDArray[Any], jax.Array)
 
 INTEGER, TEXT = "integer", "string"
 _HINTS = {INTEGER: "dtype=int64", TEXT: "dtype=str"}
@@ -20,7 +26,7 @@ def is_symbolic(feature: object) -> bool:
     return isinstance(feature, (jax.core.Tracer, keras.KerasTensor))
 
 
-def is_integer(feature: Any) -> bool:
+def is_integer(feature: Feature) -> bool:
     """Returns whether a feature that has no value yet will be of integers."""
     return np.dtype(str(feature.dtype)).kind in "iu"
 
@@ -30,7 +36,7 @@ def is_text(feature: object) -> bool:
     return isinstance(feature, np.ndarray) and feature.dtype.kind in "OSTU"
 
 
-def array_of(feature: Any, key: str) -> Any:
+def array_of(feature: PyTree, key: str) -> Feature:
     """Returns a device array or a symbol unchanged, everything else as a NumPy array.
 
     Raises:
@@ -46,7 +52,7 @@ def array_of(feature: Any, key: str) -> Any:
         ) from e
 
 
-def feature_of(features: Mapping[str, Any], key: str) -> Any:
+def feature_of(features: Mapping[str, PyTree], key: str) -> Feature:
     """Returns a feature: a device array or a symbol unchanged, everything else as a NumPy array.
 
     Raises:
@@ -66,7 +72,7 @@ def feature_of(features: Mapping[str, Any], key: str) -> Any:
     return feature
 
 
-def numbers_of(features: Mapping[str, Any], key: str, dtype: str) -> Any:
+def numbers_of(features: Mapping[str, PyTree], key: str, dtype: str) -> Feature:
     """Returns a feature of real numbers as an array of a dtype; device arrays and symbols unchanged.
 
     Raises:
@@ -88,7 +94,7 @@ def numbers_of(features: Mapping[str, Any], key: str, dtype: str) -> Any:
     return feature.astype(dtype)
 
 
-def on_host(feature: Any, key: str) -> NDArray[Any]:
+def on_host(feature: Feature, key: str) -> NDArray[Any]:
     """Returns a feature as a NumPy array.
 
     Raises:
@@ -128,13 +134,12 @@ def categories_of(features: Mapping[str, Any], key: str, kind: str | None) -> ND
             f"np.asarray(x, {_HINTS[kind or INTEGER]}), or a column for the dtype of the feature",
         )
     values = feature.astype(np.int64) if actual_kind == INTEGER else _texts(feature, key)
-    columns: NDArray[Any] = in_columns(values)
-    return columns
+    return in_columns(values)
 
 
-def in_columns(values: Any) -> Any:
+def in_columns(values: A) -> A:
     """Returns an array (batch, k) of one (batch, k) or (batch,), whose k is then 1. Other arrays stay as they are."""
-    return values[:, None] if values.ndim == 1 else values
+    return values.reshape(-1, 1) if values.ndim == 1 else values
 
 
 def _texts(feature: NDArray[Any], key: str) -> NDArray[np.object_]:

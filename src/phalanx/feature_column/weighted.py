@@ -14,7 +14,8 @@ from typing_extensions import override
 from phalanx.errors import InvalidArgumentError
 from phalanx.feature_column.base import AbstractCategoricalColumn, AbstractInput, AbstractRawInput, Occurrences
 from phalanx.feature_column.names import checked_categorical, checked_key
-from phalanx.feature_column.raw import in_columns, numbers_of
+from phalanx.feature_column.raw import Feature, in_columns, numbers_of
+from phalanx.typing import PyTree
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class _Weights(AbstractRawInput):
     key: str
 
     @override
-    def array(self, features: Mapping[str, Any]) -> Any:
+    def array(self, features: Mapping[str, PyTree]) -> Feature:
         weights = numbers_of(features, self.key, "float32")
         return in_columns(weights) if isinstance(weights, np.ndarray) else weights
 

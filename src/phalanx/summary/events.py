@@ -9,17 +9,23 @@ import time
 import wave
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
+from numpy.typing import ArrayLike
 
 from phalanx._src.tracing.records import Record
+from phalanx.summary.steps import Step
 
 _TYPES = {"float32": 1, "float64": 2, "int32": 3, "uint8": 4, "int16": 5, "int8": 6, "int64": 9, "bool": 10}
 """Numbers of `tensorflow/core/framework/types.proto`. Other types are written as float32."""
 
 _STRING = 7
+
+Notes: TypeAlias = tuple[Any, ...]
+"""What a record holds besides its array: the description first, then what its kind needs."""
+
 _WAV = b"\x10\x0b"
 """The field `encoding` of TensorBoard's `AudioPluginData`, with the value WAV."""
 
@@ -70,12 +76,12 @@ class EventFile:
         self._file = EventsWriter(os.path.join(log_dir, name), suffix)
         self.flush()
 
-    def write(self, record: Record, default_step: Any) -> None:
+    def write(self, record: Record, default_step: Step) -> None:
         """Waits until the arrays of a record are computed, and writes them."""
         for value, step in computed(record, default_step):
             self._write(record, value, step)
 
-    def _write(self, record: Record, value: Any, step: int) -> None:
+    def _write(self, record: Record, value: np.ndarray, step: int) -> None:
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary, SummaryMetadata
 
@@ -100,19 +106,19 @@ class EventFile:
         self._file.close()
 
 
-def _tensor(value: Any) -> Any:
+def _tensor(value: ArrayLike) -> object:
     from tensorboardX.proto.tensor_pb2 import TensorProto
 
-    value = np.asarray(value)
-    if value.dtype.name not in _TYPES:
-        value = value.astype(np.float32)
-    tensor = TensorProto(dtype=_TYPES[value.dtype.name], tensor_content=value.tobytes())
-    for size in value.shape:
+    array = np.asarray(value)
+    if array.dtype.name not in _TYPES:
+        array = array.astype(np.float32)
+    tensor = TensorProto(dtype=_TYPES[array.dtype.name], tensor_content=array.tobytes())
+    for size in array.shape:
         tensor.tensor_shape.dim.add().size = size
     return tensor
 
 
-def _strings(values: list[bytes], shape: tuple[int, ...]) -> Any:
+def _strings(values: list[bytes], shape: tuple[int, ...]) -> object:
     from tensorboardX.proto.tensor_pb2 import TensorProto
 
     tensor = TensorProto(dtype=_STRING, string_val=values)
@@ -121,24 +127,24 @@ def _strings(values: list[bytes], shape: tuple[int, ...]) -> Any:
     return tensor
 
 
-def _scalar(value: Any, notes: Any) -> Any:
+def _scalar(value: np.ndarray, notes: Notes) -> object:
     return _tensor(np.asarray(value, np.float32))
 
 
-def _histogram(value: Any, notes: Any) -> Any:
+def _histogram(value: np.ndarray, notes: Notes) -> object:
     return _tensor(np.asarray(value, np.float64))
 
 
-def _text(value: Any, notes: Any) -> Any:
+def _text(value: np.ndarray | None, notes: Notes) -> object:
     _, texts, shape = notes
     return _strings([t.encode() for t in texts], shape)
 
 
-def _written(value: Any, notes: Any) -> Any:
+def _written(value: np.ndarray | None, notes: Notes) -> object:
     return _tensor(value) if value is not None else _text(value, notes)
 
 
-def _image(value: Any, notes: Any) -> Any:
+def _image(value: np.ndarray, notes: Notes) -> object:
     from PIL import Image
 
     if value.dtype != np.uint8:
@@ -153,7 +159,7 @@ def _image(value: Any, notes: Any) -> Any:
     return _strings([str(width).encode(), str(height).encode(), *encoded], (2 + len(encoded),))
 
 
-def _audio(value: Any, notes: Any) -> Any:
+def _audio(value: np.ndarray, notes: Notes) -> object:
     strings: list[bytes] = []
     for clip in np.clip(np.nan_to_num(np.asarray(value, np.float32)), -1, 1):
         file = io.BytesIO()
@@ -166,7 +172,7 @@ def _audio(value: Any, notes: Any) -> Any:
     return _strings(strings, (len(strings) // 2, 2))
 
 
-_KINDS: dict[str, tuple[str, bytes, Callable[[Any, Any], Any]]] = {
+_KINDS: dict[str, tuple[str, bytes, Callable[[Any, Any], object]]] = {
     "scalar": ("scalars", b"", _scalar),
     "histogram": ("histograms", b"", _histogram),
     "image": ("images", b"", _image),

@@ -1,19 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The public names of `tf.summary.experimental`: the default step."""
 
-from typing import Any
-
 import jax
 
 from phalanx._src.tracing.records import defaults
 from phalanx.errors import InvalidArgumentError
 from phalanx.errors.names import suggest_names
-from phalanx.summary.steps import checked_step
+from phalanx.summary.steps import Step, checked_step
 
 __all__ = ["get_step", "set_step"]
 
 
-def get_step() -> Any:
+def get_step() -> Step:
     """Returns the default step of this thread, or None. May be called in any context.
 
     Source: tf.summary.experimental.get_step.
@@ -28,7 +26,7 @@ def get_step() -> Any:
     return defaults.step
 
 
-def set_step(step: Any) -> None:
+def set_step(step: Step) -> None:
     """Sets the default step of this thread. Call it outside compiled functions.
 
     A program uses the default step at the time of each run. A variable is read inside the program, where the summary stands.

@@ -5,35 +5,45 @@ Outside compiled functions the default writer gets a value at once. Inside, the 
 writer gets it after the run. If recording is off, the program contains nothing of it.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
 from jax import lax
+from jax.typing import ArrayLike
 
 from phalanx._src import compat
 from phalanx._src.collectives import primitives
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.options import ReduceOp
 from phalanx._src.tracing import context
+from phalanx._src.tracing.context import ReplicaContext
 from phalanx._src.tracing.control_flow import BodyScope
 from phalanx._src.tracing.records import Record, defaults, deliver
 from phalanx._src.tracing.scope import LiftScope
 from phalanx._src.typed_jax import pmax, pmin, psum
 from phalanx.errors import InvalidArgumentError, NestedWriteError, ReduceOpError, arguments, shown
-from phalanx.summary.steps import checked_step
+from phalanx.summary.steps import Step, checked_step
+from phalanx.typing import PyTree
+
+Recorded: TypeAlias = bool | jax.Array
+"""Whether a value is recorded: a bool, or a traced one."""
 
 _BUCKETS, _MOST_BUCKETS = 30, 10_000
 _KIND_OF_BUCKETS = f"an integer from 1 to {_MOST_BUCKETS}"
 
 
 def scalar(
-    name: str, data: Any, step: Any = None, description: str | None = None, reduce_op: ReduceOp | str = ReduceOp.MEAN
-) -> Any:
+    name: str,
+    data: ArrayLike,
+    step: Step = None,
+    description: str | None = None,
+    reduce_op: ReduceOp | str = ReduceOp.MEAN,
+) -> Recorded:
     """Records a number. May be called in any context.
 
     Args:
@@ -65,8 +75,8 @@ def scalar(
 
 
 def histogram(
-    name: str, data: Any, step: Any = None, buckets: int | None = None, description: str | None = None
-) -> Any:
+    name: str, data: ArrayLike, step: Step = None, buckets: int | None = None, description: str | None = None
+) -> Recorded:
     """Records how values are distributed. May be called in any context.
 
     The program counts the values, so only the counts leave it. In replica context, the values of all replicas are counted.
@@ -104,7 +114,9 @@ def histogram(
     return _record("histogram", name, lambda: _counted(value, count), step, (description,), is_on)
 
 
-def image(name: str, data: Any, step: Any = None, max_outputs: int = 3, description: str | None = None) -> Any:
+def image(
+    name: str, data: ArrayLike, step: Step = None, max_outputs: int = 3, description: str | None = None
+) -> Recorded:
     """Records images. May be called in any context.
 
     In replica context, the images of replica 0 are recorded.
@@ -145,8 +157,13 @@ def image(name: str, data: Any, step: Any = None, max_outputs: int = 3, descript
 
 
 def audio(
-    name: str, data: Any, sample_rate: int, step: Any = None, max_outputs: int = 3, description: str | None = None
-) -> Any:
+    name: str,
+    data: ArrayLike,
+    sample_rate: int,
+    step: Step = None,
+    max_outputs: int = 3,
+    description: str | None = None,
+) -> Recorded:
     """Records sounds, as WAV with 16 bits. May be called in any context.
 
     In replica context, the sounds of replica 0 are recorded.
@@ -188,7 +205,7 @@ def audio(
     return _record("audio", name, lambda: _first_replica(value[:count]), step, (description, rate), is_on)
 
 
-def text(name: str, data: Any, step: Any = None, description: str | None = None) -> Any:
+def text(name: str, data: PyTree, step: Step = None, description: str | None = None) -> Recorded:
     """Records a text. May be called in any context.
 
     Args:
@@ -224,7 +241,7 @@ def text(name: str, data: Any, step: Any = None, description: str | None = None)
     return _record("text", name, lambda: None, step, (description, *texts), is_on)
 
 
-def write(tag: str, tensor: Any, step: Any = None, metadata: Any = None) -> Any:
+def write(tag: str, tensor: PyTree, step: Step = None, metadata: object = None) -> Recorded:
     """Records an array for a plugin of TensorBoard. May be called in any context.
 
     In replica context, the array of replica 0 is recorded.
@@ -263,7 +280,7 @@ def write(tag: str, tensor: Any, step: Any = None, metadata: Any = None) -> Any:
 
 
 @contextmanager
-def record_if(condition: Any) -> Iterator[None]:
+def record_if(condition: Recorded | Callable[[], Recorded]) -> Iterator[None]:
     """Records only if a condition holds, inside the `with` block. May be called in any context.
 
     Outside a compiled function, the condition is decided before each run: the program of the other runs contains nothing of the
@@ -294,7 +311,7 @@ def record_if(condition: Any) -> Iterator[None]:
         defaults.condition, defaults.is_traced = before
 
 
-def should_record_summaries() -> Any:
+def should_record_summaries() -> Recorded:
     """Returns whether a summary would be recorded here. May be called in any context.
 
     Returns:
@@ -318,7 +335,7 @@ def should_record_summaries() -> Any:
     return condition if isinstance(condition, jax.core.Tracer) else bool(condition)
 
 
-def _checked_condition(condition: Any) -> Any:
+def _checked_condition(condition: Any) -> Recorded:
     is_bool = isinstance(condition, (bool, np.bool_))
     if not is_bool and not (getattr(condition, "dtype", None) == jnp.bool_ and not np.shape(condition)):
         raise InvalidArgumentError(
@@ -326,10 +343,11 @@ def _checked_condition(condition: Any) -> Any:
             "must be a bool, or a function that returns one.",
             "record_if(step % 100 == 0)",
         )
-    return condition
+    checked: Recorded = condition
+    return checked
 
 
-def _starts(kind: str, name: object, description: object) -> Any:
+def _starts(kind: str, name: object, description: object) -> Recorded:
     """Checks what all summaries have, and returns whether to record: a bool, or a traced bool."""
     if not isinstance(name, str) or not name:
         raise InvalidArgumentError(f"summary.{kind}(name={shown(name)})", "must be a str, not empty.", 'name="loss"')
@@ -347,7 +365,7 @@ def _in_program() -> bool:
     return isinstance(outermost, LiftScope) and not isinstance(outermost, BodyScope)
 
 
-def _texts(data: Any) -> tuple[tuple[str, ...], tuple[int, ...]] | None:
+def _texts(data: object) -> tuple[tuple[str, ...], tuple[int, ...]] | None:
     """Returns texts, flattened, and their shape. None if `data` is something else."""
     texts = np.asarray(data) if isinstance(data, (str, np.ndarray)) or _is_list_of_texts(data) else None
     return None if texts is None or texts.dtype.kind != "U" else (tuple(map(str, texts.flat)), texts.shape)
@@ -366,7 +384,7 @@ def _is_symbolic() -> bool:
     return active is not scope and not (isinstance(scope, LiftScope) and scope.is_innermost_trace)
 
 
-def _agreed(condition: Any) -> Any:
+def _agreed(condition: Recorded) -> Recorded:
     """Returns a condition that is equal on all replicas, because a summary communicates inside its branch."""
     if not isinstance(condition, jax.core.Tracer):
         return condition
@@ -376,7 +394,7 @@ def _agreed(condition: Any) -> Any:
     return primitives.broadcast(condition, replica.num_replicas_in_sync)
 
 
-def _array(kind: str, data: Any, ranks: tuple[int, ...] | None = None) -> jax.Array:
+def _array(kind: str, data: ArrayLike | keras.Variable, ranks: tuple[int, ...] | None = None) -> jax.Array:
     """Returns the data of a summary as an array.
 
     Raises:
@@ -399,7 +417,9 @@ def _array(kind: str, data: Any, ranks: tuple[int, ...] | None = None) -> jax.Ar
     return value
 
 
-def _record(kind: str, tag: str, make: Callable[[], Any], step: Any, notes: Any, is_on: Any) -> Any:
+def _record(
+    kind: str, tag: str, make: Callable[[], jax.Array | None], step: Step, notes: Hashable, is_on: Recorded
+) -> Recorded:
     """Records what `make()` returns, if `is_on`."""
     scope = compat.surrounding_scope()
     step = checked_step(step)
@@ -440,7 +460,7 @@ def _record(kind: str, tag: str, make: Callable[[], Any], step: Any, notes: Any,
     return is_on
 
 
-def _traced_replica() -> Any:
+def _traced_replica() -> ReplicaContext | None:
     """Returns the replica context of the function that is being traced, or None."""
     return context.get_replica_context() if compat.is_lifting() else None
 

@@ -1,16 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks steps of summaries."""
 
-from typing import Any
+from typing import TypeAlias
 
+import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
 
 from phalanx.errors import InvalidArgumentError, arguments, shown
 
+Step: TypeAlias = int | np.integer | jax.Array | keras.Variable | None
+"""A training step: an integer, or a scalar integer array or variable. None for the default step."""
 
-def checked_step(step: Any) -> Any:
+
+def checked_step(step: Step) -> Step:
     """Returns a step: None, an int, or a scalar integer array or variable.
 
     Raises:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Records the text of compiled programs, and what the profiler measures while they run."""
 
+import os
 import shutil
 import tempfile
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 
@@ -14,7 +14,8 @@ from phalanx._src.programs.program import Call
 from phalanx._src.runtime.bootstrap import is_this_chief
 from phalanx._src.typed_jax import stop_profile
 from phalanx.errors import ContextError, InvalidArgumentError, arguments, shown
-from phalanx.summary.ops import text
+from phalanx.summary.ops import Recorded, text
+from phalanx.summary.steps import Step
 
 
 class CalledPrograms:
@@ -57,7 +58,7 @@ _traces: list[_Trace] = []
 """The trace that is on, if any."""
 
 
-def graph(graph_data: Any, name: str = "graph") -> Any:
+def graph(graph_data: object, name: str = "graph") -> Recorded:
     """Records the text of a program, as StableHLO. Call it outside compiled functions.
 
     TensorBoard shows it among the texts, with step 0.
@@ -87,7 +88,7 @@ def graph(graph_data: Any, name: str = "graph") -> Any:
     return text(name, _fenced(program), step=0)
 
 
-def trace_on(graph: bool = True, profiler: bool = False, profiler_outdir: Any = None) -> None:
+def trace_on(graph: bool = True, profiler: bool = False, profiler_outdir: str | os.PathLike[str] | None = None) -> None:
     """Starts to collect the programs that are called, and to profile. Call it outside compiled functions.
 
     `trace_export` stops and writes, and `trace_off` stops. A program is collected at its first call after `trace_on`, on any
@@ -122,7 +123,7 @@ def trace_on(graph: bool = True, profiler: bool = False, profiler_outdir: Any = 
     _traces.append(_Trace(CalledPrograms() if graph else None, folder, out_dir))
 
 
-def trace_export(name: str, step: Any = None, profiler_outdir: Any = None) -> None:
+def trace_export(name: str, step: Step = None, profiler_outdir: str | os.PathLike[str] | None = None) -> None:
     """Stops the trace, and writes what it has collected. Call it outside compiled functions.
 
     The default writer gets the programs as a text. The profile is written to the folder, where TensorBoard's plugin for profiles
@@ -206,7 +207,7 @@ def _require_eager(name: str) -> None:
         )
 
 
-def _text_of(program: Any) -> str:
+def _text_of(program: object) -> str:
     as_text = getattr(program, "as_text", None)
     hlo = as_text() if callable(as_text) and not isinstance(program, type) else None
     if not isinstance(hlo, str):

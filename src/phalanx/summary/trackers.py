@@ -15,6 +15,7 @@ from phalanx._src.tracing.records import Record
 from phalanx.errors import InvalidArgumentError, MissingDependencyError, arguments, shown
 from phalanx.errors.names import suggest_names
 from phalanx.summary.events import computed, is_installed
+from phalanx.summary.steps import Step
 
 __all__ = ["CSVTracker", "MLflowTracker", "Tracker", "WandbTracker"]
 
@@ -82,7 +83,7 @@ class Trackers:
                 started.callback(tracker.finish)
             self._started = started.pop_all()
 
-    def write(self, record: Record, default_step: Any) -> None:
+    def write(self, record: Record, default_step: Step) -> None:
         """Waits until a scalar is computed, and gives it to the trackers."""
         for value, step in computed(record, default_step) if record.kind == "scalar" else ():
             for tracker in self._trackers:
@@ -225,7 +226,7 @@ class WandbTracker(Tracker):
 
     name = "wandb"
 
-    def __init__(self, project: str, **options: Any) -> None:
+    def __init__(self, project: str, **options: object) -> None:
         self._project, self._options = _text("project", project), options
         _require("wandb", "WandbTracker")
         self._run: Any = None

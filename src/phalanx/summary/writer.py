@@ -26,7 +26,7 @@ from phalanx.errors import (
     shown,
 )
 from phalanx.summary import events
-from phalanx.summary.steps import checked_step
+from phalanx.summary.steps import Step, checked_step
 from phalanx.summary.trackers import Tracker, Trackers
 
 _CLOSE, _FLUSH_MILLIS, _MAX_QUEUE = None, 120_000, 10
@@ -45,7 +45,7 @@ class SummaryWriter(AbstractWriter):
     """
 
     @contextmanager
-    def as_default(self, step: Any = None) -> Iterator["SummaryWriter"]:
+    def as_default(self, step: Step = None) -> Iterator["SummaryWriter"]:
         """Makes this the default writer of this thread inside the `with` block, and flushes it at the end.
 
         Args:
@@ -66,7 +66,7 @@ class SummaryWriter(AbstractWriter):
         finally:
             defaults.writer, defaults.step, defaults.is_own = before
 
-    def set_as_default(self, step: Any = None) -> None:
+    def set_as_default(self, step: Step = None) -> None:
         """Makes this the default writer of this thread. Call it outside compiled functions.
 
         Args:
@@ -108,14 +108,14 @@ class SummaryWriter(AbstractWriter):
         """
 
     @override
-    def write(self, record: Record, step: Any) -> None:
+    def write(self, record: Record, step: Step) -> None:
         """Writes nothing."""
 
 
 class _Sink(Protocol):
     """What a writer's thread writes to."""
 
-    def write(self, record: Record, default_step: Any) -> None:
+    def write(self, record: Record, default_step: Step) -> None:
         """Writes a record."""
 
     def flush(self) -> None:
@@ -167,7 +167,7 @@ class _QueueWriter(SummaryWriter):
             _open_writers.add(self)
 
     @override
-    def write(self, record: Record, step: Any) -> None:
+    def write(self, record: Record, step: Step) -> None:
         self.init()
         if self._thread is None:
             return

@@ -56,7 +56,7 @@ class SavedModel:
                 "the folder that estimator.export_saved_model has returned",
             ) from e
 
-    def predict(self, features: PyTree) -> Any:
+    def predict(self, features: PyTree) -> PyTree:
         """Returns the predictions.
 
         Args:
@@ -69,9 +69,9 @@ class SavedModel:
           InputError: the features have other names, shapes or dtypes.
         """
         raw = {name: self._checked(name, x) for name, x in self._by_name(features).items()}
-        named: Any = feature_column.prepare(raw, self._columns) if self._columns else raw
+        inputs: dict[str, Any] = feature_column.prepare(raw, self._columns) if self._columns else raw
         try:
-            predictions = self._call(self._variables, named if self.signature["is_dict"] else named[""])
+            predictions = self._call(self._variables, inputs if self.signature["is_dict"] else inputs[""])
         except ValueError as e:
             raise InputError(
                 f"features of the shapes {jax.tree.map(np.shape, raw)}",
@@ -91,7 +91,7 @@ class SavedModel:
             )
         return arrays
 
-    def _checked(self, name: str, feature: Any) -> np.ndarray:
+    def _checked(self, name: str, feature: object) -> np.ndarray:
         dtype, shape = self.signature["features"][name]
         try:
             array = np.asarray(feature) if is_text(dtype) else np.asarray(feature, dtype)

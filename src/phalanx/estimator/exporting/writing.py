@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import keras
 import numpy as np
+from jax import export
 from safetensors.numpy import save_file
 
 from phalanx import feature_column
@@ -31,7 +32,7 @@ from phalanx.typing import PyTree
 def export_graph(
     graph: Graph,
     base: str,
-    receiver: Any,
+    receiver: object,
     restore: Callable[[], None],
     *,
     columns: Sequence[Any],
@@ -61,7 +62,7 @@ def export_graph(
     require_flatbuffers()
 
     hint = "serving_input_receiver_fn=estimator.export.build_raw_serving_input_receiver_fn(features)"
-    arguments.instance("the result of serving_input_receiver_fn", receiver, ServingInputReceiver, hint)
+    receiver = arguments.instance("the result of serving_input_receiver_fn", receiver, ServingInputReceiver, hint)
     extra = _checked_assets(assets)
     raw = jax.tree.map(np.asarray, receiver.features)
     batch = feature_column.prepare(raw, columns) if columns else raw
@@ -107,14 +108,12 @@ def _described(columns: Sequence[Any]) -> list[Any]:
     return described
 
 
-def _exported(graph: Graph, batch: PyTree) -> Any:
+def _exported(graph: Graph, batch: PyTree) -> export.Exported:
     """Returns the program for any number of rows."""
-    from jax import export
-
     (rows,) = export.symbolic_shape("rows")
     variables = graph.variables
 
-    def predict(values: dict[str, Any], features: PyTree) -> Any:
+    def predict(values: dict[str, Any], features: PyTree) -> PyTree:
         mapping = [(variable, values[name]) for name, variable in variables.items()]
         with keras.StatelessScope(state_mapping=mapping):
             return graph.predictions(features)
@@ -171,7 +170,7 @@ def _copy_assets(assets: Mapping[str, str], folder: Path) -> None:
             ) from e
 
 
-def _checked_assets(assets: Any) -> dict[str, str]:
+def _checked_assets(assets: object) -> dict[str, str]:
     """Returns a dict from paths inside a folder to paths.
 
     Raises:

@@ -3,19 +3,27 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import keras
+from jax.typing import ArrayLike
 
 from phalanx.errors import InputError, InvalidArgumentError, arguments, shown
 from phalanx.estimator.heads.losses import reduced
 from phalanx.estimator.loop.optimizing import minimize
 from phalanx.estimator.loop.spec import EstimatorSpec, ModeKeys
+from phalanx.feature_column.numeric import NumericColumn
 from phalanx.typing import PyTree
 
 _REDUCTIONS = ("sum_over_batch_size", "sum")
+
+WeightColumn: TypeAlias = str | NumericColumn | None
+"""The name of the feature with the weights of the rows, or its column. None for equal weights."""
+
+LossFn: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
+"""Function of labels and logits that returns losses of rows."""
 
 
 class Head(ABC):
@@ -32,7 +40,7 @@ class Head(ABC):
     """
 
     def __init__(
-        self, weight_column: Any, loss_reduction: str, loss_fn: Callable[[Any, Any], Any] | None, name: str | None
+        self, weight_column: WeightColumn, loss_reduction: str, loss_fn: LossFn | None, name: str | None
     ) -> None:
         # TensorFlow 1 calls a sum over rows weighted, whether there are weights or not.
         reduction = str(loss_reduction).lower().removeprefix("weighted_")
@@ -85,14 +93,16 @@ class Head(ABC):
         """
 
     @abstractmethod
-    def _losses(self, labels: Any, logits: Any) -> Any:
+    def _losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
         """Returns one loss per row."""
 
     @abstractmethod
-    def _metrics(self, labels: Any, logits: Any, weights: Any) -> dict[str, keras.metrics.Metric]:
+    def _metrics(
+        self, labels: jax.Array, logits: jax.Array, weights: jax.Array | None
+    ) -> dict[str, keras.metrics.Metric]:
         """Returns the metrics, updated."""
 
-    def loss(self, labels: Any, logits: Any, features: PyTree = None) -> Any:
+    def loss(self, labels: jax.Array, logits: jax.Array, features: PyTree = None) -> jax.Array:
         """Returns the loss over the rows of this replica, a scalar. Call it in a model function."""
         return reduced(self._row_losses, labels, logits, self._reduction, self._weights(features))
 
@@ -100,12 +110,12 @@ class Head(ABC):
         self,
         features: PyTree,
         mode: str,
-        logits: Any,
-        labels: Any = None,
+        logits: jax.Array,
+        labels: jax.Array | None = None,
         optimizer: keras.optimizers.Optimizer | None = None,
         trainable_variables: Sequence[keras.Variable] | None = None,
         train_op_fn: Callable[[Any], Any] | None = None,
-        update_ops: Any = None,
+        update_ops: object = None,
         regularization_losses: Sequence[Any] | None = None,
     ) -> EstimatorSpec:
         """Returns what a model function returns. Call it in a model function.
@@ -152,7 +162,7 @@ class Head(ABC):
             train_op = minimize(optimizer, loss + extra, trainable_variables)
         return EstimatorSpec(mode, predictions=predictions, loss=loss + extra, train_op=train_op)
 
-    def _row_losses(self, labels: Any, logits: Any) -> Any:
+    def _row_losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
         if self._loss_fn is None:
             return self._losses(labels, logits)
         losses = jnp.asarray(self._loss_fn(labels, logits))
@@ -164,7 +174,7 @@ class Head(ABC):
             )
         return losses if losses.ndim == 1 else losses.reshape(losses.shape[0], -1).mean(axis=1)
 
-    def _weights(self, features: PyTree) -> Any:
+    def _weights(self, features: PyTree) -> jax.Array | None:
         if self._weight_column is None:
             return None
         if not isinstance(features, Mapping) or self._weight_column not in features:
@@ -182,7 +192,7 @@ class Head(ABC):
             )
         return weights.reshape(-1)
 
-    def _check_logits(self, logits: Any) -> None:
+    def _check_logits(self, logits: jax.Array) -> None:
         if jnp.ndim(logits) != 2 or logits.shape[1] != self.logits_dimension:
             raise InvalidArgumentError(
                 f"logits of the shape {jnp.shape(logits)}",
@@ -191,13 +201,13 @@ class Head(ABC):
             )
 
     @staticmethod
-    def _mean(name: str, values: Any, weights: Any) -> keras.metrics.Metric:
+    def _mean(name: str, values: jax.Array, weights: jax.Array | None) -> keras.metrics.Metric:
         metric = keras.metrics.Mean(name=name.replace("/", "_"))
         metric.update_state(values, sample_weight=weights)
         return metric
 
 
-def column(values: Any) -> Any:
+def column(values: ArrayLike) -> jax.Array:
     """Returns values of rows as (rows, 1). Values (rows, ...) stay as they are."""
-    values = jnp.asarray(values)
-    return values[:, None] if values.ndim == 1 else values
+    array = jnp.asarray(values)
+    return array[:, None] if array.ndim == 1 else array

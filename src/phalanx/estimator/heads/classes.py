@@ -2,7 +2,7 @@
 """Heads of classes."""
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from types import NoneType
 from typing import Any, final
 
@@ -13,7 +13,7 @@ import numpy as np
 from typing_extensions import override
 
 from phalanx.errors import InputError, InvalidArgumentError, arguments, shown
-from phalanx.estimator.heads.base import Head, column
+from phalanx.estimator.heads.base import Head, LossFn, WeightColumn, column
 from phalanx.typing import PyTree
 
 
@@ -23,10 +23,10 @@ class _ClassHead(Head):
     def __init__(
         self,
         n_classes: int,
-        weight_column: Any,
+        weight_column: WeightColumn,
         label_vocabulary: Sequence[str] | None,
         loss_reduction: str,
-        loss_fn: Callable[[Any, Any], Any] | None,
+        loss_fn: LossFn | None,
         name: str | None,
     ) -> None:
         super().__init__(weight_column, loss_reduction, loss_fn, name)
@@ -103,7 +103,7 @@ def _numbers_of(labels: np.ndarray, vocabulary: Sequence[str]) -> np.ndarray:
     return np.array([places[word] for word in words], np.int32).reshape(labels.shape)
 
 
-def _is_fraction(value: Any) -> bool:
+def _is_fraction(value: object) -> bool:
     return isinstance(value, (float, np.floating)) and 0 < float(value) < 1
 
 
@@ -132,11 +132,11 @@ class BinaryClassHead(_ClassHead):
 
     def __init__(
         self,
-        weight_column: Any = None,
+        weight_column: WeightColumn = None,
         thresholds: Iterable[float] | None = None,
         label_vocabulary: Sequence[str] | None = None,
         loss_reduction: str = "sum_over_batch_size",
-        loss_fn: Callable[[Any, Any], Any] | None = None,
+        loss_fn: LossFn | None = None,
         name: str | None = None,
     ) -> None:
         super().__init__(2, weight_column, label_vocabulary, loss_reduction, loss_fn, name)
@@ -164,12 +164,14 @@ class BinaryClassHead(_ClassHead):
         }
 
     @override
-    def _losses(self, labels: Any, logits: Any) -> Any:
+    def _losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
         labels = column(labels).astype(logits.dtype)
         return (jax.nn.softplus(logits) - labels * logits)[:, 0]
 
     @override
-    def _metrics(self, labels: Any, logits: Any, weights: Any) -> dict[str, keras.metrics.Metric]:
+    def _metrics(
+        self, labels: jax.Array, logits: jax.Array, weights: jax.Array | None
+    ) -> dict[str, keras.metrics.Metric]:
         y = column(labels).astype(jnp.float32)
         predictions = self.predictions(logits)
         ids, probability = predictions["class_ids"], predictions["logistic"]
@@ -199,13 +201,15 @@ class _Baseline(keras.metrics.Mean):
     """The accuracy of always predicting the more frequent of two classes."""
 
     @override
-    def result(self) -> Any:
+    def result(self) -> jax.Array:
         """Returns the accuracy."""
         mean = super().result()
         return jnp.maximum(mean, 1 - mean)
 
 
-def _updated(metric: keras.metrics.Metric, y_true: Any, y_pred: Any, weights: Any) -> keras.metrics.Metric:
+def _updated(
+    metric: keras.metrics.Metric, y_true: jax.Array, y_pred: jax.Array, weights: jax.Array | None
+) -> keras.metrics.Metric:
     metric.update_state(y_true, y_pred, sample_weight=weights)
     return metric
 
@@ -236,10 +240,10 @@ class MultiClassHead(_ClassHead):
     def __init__(
         self,
         n_classes: int,
-        weight_column: Any = None,
+        weight_column: WeightColumn = None,
         label_vocabulary: Sequence[str] | None = None,
         loss_reduction: str = "sum_over_batch_size",
-        loss_fn: Callable[[Any, Any], Any] | None = None,
+        loss_fn: LossFn | None = None,
         name: str | None = None,
     ) -> None:
         arguments.integer("n_classes", n_classes, least=3, kind="more than 2 classes", hint="BinaryClassHead()")
@@ -258,11 +262,13 @@ class MultiClassHead(_ClassHead):
         return {"logits": logits, "probabilities": jax.nn.softmax(logits), "class_ids": ids}
 
     @override
-    def _losses(self, labels: Any, logits: Any) -> Any:
+    def _losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
         ids = column(labels).astype(jnp.int32)
         return -jnp.take_along_axis(jax.nn.log_softmax(logits), ids, axis=-1)[:, 0]
 
     @override
-    def _metrics(self, labels: Any, logits: Any, weights: Any) -> dict[str, keras.metrics.Metric]:
+    def _metrics(
+        self, labels: jax.Array, logits: jax.Array, weights: jax.Array | None
+    ) -> dict[str, keras.metrics.Metric]:
         ids = self.predictions(logits)["class_ids"]
         return {"accuracy": _updated(keras.metrics.Accuracy(name="accuracy"), column(labels), ids, weights)}

@@ -2,9 +2,11 @@
 """Losses of rows as the loss of a model function."""
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import final
 
+import jax
 import keras
+from jax.typing import ArrayLike
 from typing_extensions import override
 
 from phalanx._src.tracing import context
@@ -12,7 +14,13 @@ from phalanx.estimator.loop.graph import current_graph
 from phalanx.estimator.loop.spec import ModeKeys
 
 
-def reduced(fn: Callable[[Any, Any], Any], labels: Any, outputs: Any, reduction: str, weights: Any = None) -> Any:
+def reduced(
+    fn: Callable[[jax.Array, jax.Array], jax.Array],
+    labels: ArrayLike,
+    outputs: ArrayLike,
+    reduction: str,
+    weights: ArrayLike | None = None,
+) -> jax.Array:
     """Returns the loss over the rows of this replica, a scalar.
 
     Args:
@@ -22,7 +30,7 @@ def reduced(fn: Callable[[Any, Any], Any], labels: Any, outputs: Any, reduction:
       reduction: `"sum_over_batch_size"` or `"sum"`.
       weights: weights of the rows. None for equal weights.
     """
-    loss = _RowLoss(fn, reduction)(labels, outputs, sample_weight=weights)
+    loss: jax.Array = _RowLoss(fn, reduction)(labels, outputs, sample_weight=weights)
     return _of_batch(loss) if reduction == "sum" else loss
 
 
@@ -30,17 +38,17 @@ def reduced(fn: Callable[[Any, Any], Any], labels: Any, outputs: Any, reduction:
 class _RowLoss(keras.losses.Loss):
     """A loss of Keras, so that padded rows do not count."""
 
-    def __init__(self, fn: Callable[[Any, Any], Any], reduction: str) -> None:
+    def __init__(self, fn: Callable[[jax.Array, jax.Array], jax.Array], reduction: str) -> None:
         super().__init__(reduction=reduction, dtype="float32")
         self._fn = fn
 
     @override
-    def call(self, y_true: Any, y_pred: Any) -> Any:
+    def call(self, y_true: jax.Array, y_pred: jax.Array) -> jax.Array:
         """Returns the losses of rows."""
         return self._fn(y_true, y_pred)
 
 
-def _of_batch(loss: Any) -> Any:
+def _of_batch(loss: jax.Array) -> jax.Array:
     """Returns a sum over rows as the loss of the model function that runs.
 
     Keras scales a sum such that the mean over replicas is the sum over all rows. An evaluation averages sums over batches.

@@ -11,7 +11,7 @@ import numpy as np
 from typing_extensions import override
 
 from phalanx.errors import InputError, arguments
-from phalanx.estimator.heads.base import Head, column
+from phalanx.estimator.heads.base import Head, LossFn, WeightColumn, column
 from phalanx.typing import PyTree
 
 
@@ -41,10 +41,10 @@ class RegressionHead(Head):
     def __init__(
         self,
         label_dimension: int = 1,
-        weight_column: Any = None,
+        weight_column: WeightColumn = None,
         loss_reduction: str = "sum_over_batch_size",
-        loss_fn: Callable[[Any, Any], Any] | None = None,
-        inverse_link_fn: Callable[[Any], Any] | None = None,
+        loss_fn: LossFn | None = None,
+        inverse_link_fn: Callable[[jax.Array], jax.Array] | None = None,
         name: str | None = None,
     ) -> None:
         self._dimension = arguments.integer("label_dimension", label_dimension)
@@ -80,11 +80,13 @@ class RegressionHead(Head):
         return {"predictions": self._link(logits), "logits": logits}
 
     @override
-    def _losses(self, labels: Any, logits: Any) -> Any:
+    def _losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
         return jnp.square(logits - column(labels).astype(logits.dtype)).mean(axis=-1)
 
     @override
-    def _metrics(self, labels: Any, logits: Any, weights: Any) -> dict[str, keras.metrics.Metric]:
+    def _metrics(
+        self, labels: jax.Array, logits: jax.Array, weights: jax.Array | None
+    ) -> dict[str, keras.metrics.Metric]:
         predicted = self.predictions(logits)["predictions"]
         return {
             "prediction/mean": self._mean("prediction/mean", predicted.mean(axis=-1), weights),

@@ -7,14 +7,22 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, final
 
 import numpy as np
+from jax.typing import ArrayLike
 from typing_extensions import override
 
 from phalanx import summary
 from phalanx.errors import InvalidArgumentError, NanLossDuringTrainingError, arguments, shown
 from phalanx.estimator.hooks.timer import SecondOrStepTimer
 from phalanx.estimator.loop.graph import GLOBAL_STEP
-from phalanx.estimator.loop.session import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues
+from phalanx.estimator.loop.session import (
+    HookSession,
+    SessionRunArgs,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+)
 from phalanx.summary import SummaryWriter
+from phalanx.typing import PyTree
 
 _log = logging.getLogger("phalanx")
 
@@ -51,9 +59,13 @@ class StopAtStepHook(SessionRunHook):
         self._end = 0
 
     @override
-    def after_create_session(self, session: Any, coord: Any) -> None:
+    def after_create_session(self, session: HookSession, coord: None) -> None:
         """Computes the last step."""
-        self._end = session.step + self._num_steps if self._last_step is None else self._last_step
+        if self._last_step is not None:
+            self._end = self._last_step
+        else:
+            assert self._num_steps is not None
+            self._end = session.step + self._num_steps
 
     @override
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
@@ -62,7 +74,7 @@ class StopAtStepHook(SessionRunHook):
             run_context.request_stop()
 
 
-def checked_output(output_dir: Any, writer: Any) -> tuple[str | None, SummaryWriter | None]:
+def checked_output(output_dir: object, writer: SummaryWriter | None) -> tuple[str | None, SummaryWriter | None]:
     """Returns the folder and the writer of a hook.
 
     Raises:
@@ -111,7 +123,7 @@ class StepCounterHook(SessionRunHook):
             self._writer = summary.create_file_writer(self._output_dir)
 
     @override
-    def after_create_session(self, session: Any, coord: Any) -> None:
+    def after_create_session(self, session: HookSession, coord: None) -> None:
         """Forgets an earlier training. The first step, which compiles, is not measured."""
         self._timer.reset()
 
@@ -196,7 +208,7 @@ class LoggingTensorHook(SessionRunHook):
         self._iteration += 1
 
     @override
-    def end(self, session: Any) -> None:
+    def end(self, session: HookSession) -> None:
         """Logs the last values."""
         if self._at_end:
             self._write(session.run(self._tensors))
@@ -211,7 +223,7 @@ class LoggingTensorHook(SessionRunHook):
         _log.info("%s%s", text, "" if elapsed_s is None else f" ({elapsed_s:.3f} sec)")
 
 
-def _name_of(place: int, tensor: Any) -> str:
+def _name_of(place: int, tensor: object) -> str:
     return tensor if isinstance(tensor, str) else getattr(tensor, "path", None) or f"array {place}"
 
 
@@ -235,7 +247,7 @@ class NanTensorHook(SessionRunHook):
       >>> hook = estimator.NanTensorHook("loss", fail_on_nan_loss=False)
     """
 
-    def __init__(self, loss_tensor: Any, fail_on_nan_loss: bool = True) -> None:
+    def __init__(self, loss_tensor: PyTree, fail_on_nan_loss: bool = True) -> None:
         arguments.flag("fail_on_nan_loss", fail_on_nan_loss)
         self._loss, self._fails = loss_tensor, fail_on_nan_loss
         self._waiting: deque[Callable[[], Any]] = deque()
@@ -254,12 +266,12 @@ class NanTensorHook(SessionRunHook):
             run_context.request_stop()
 
     @override
-    def end(self, session: Any) -> None:
+    def end(self, session: HookSession) -> None:
         """Checks the losses of the last steps."""
         while self._waiting:
             self._is_nan(self._waiting.popleft()())
 
-    def _is_nan(self, loss: Any) -> bool:
+    def _is_nan(self, loss: ArrayLike | None) -> bool:
         if loss is None or not np.isnan(np.asarray(loss)).any():
             return False
         if self._fails:

@@ -3,14 +3,15 @@
 
 import logging
 import time
-from typing import Any, final
+from typing import final
 
 from typing_extensions import override
 
 from phalanx._src.runtime.bootstrap import is_this_chief
 from phalanx.errors import arguments
 from phalanx.estimator.hooks.timer import SecondOrStepTimer
-from phalanx.estimator.loop.session import SessionRunArgs, SessionRunContext, SessionRunHook
+from phalanx.estimator.loop.session import HookSession, SessionRunArgs, SessionRunContext, SessionRunHook
+from phalanx.typing import PyTree
 
 _log = logging.getLogger("phalanx")
 
@@ -125,12 +126,12 @@ class FinalOpsHook(SessionRunHook):
       >>> hook = estimator.FinalOpsHook("loss")
     """
 
-    def __init__(self, final_ops: Any, final_ops_feed_dict: None = None) -> None:
+    def __init__(self, final_ops: PyTree, final_ops_feed_dict: None = None) -> None:
         # Arrays of the model function are found in the attributes.
         self._final_ops = SessionRunArgs(final_ops, final_ops_feed_dict).fetches
-        self.final_ops_values: Any = None
+        self.final_ops_values: PyTree = None
 
     @override
-    def end(self, session: Any) -> None:
+    def end(self, session: HookSession) -> None:
         """Fetches the values."""
         self.final_ops_values = session.run(self._final_ops)

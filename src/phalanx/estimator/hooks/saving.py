@@ -12,7 +12,14 @@ from phalanx.errors import InvalidArgumentError, PhalanxError, arguments, shown
 from phalanx.estimator.hooks.basic import checked_output
 from phalanx.estimator.hooks.timer import SecondOrStepTimer
 from phalanx.estimator.loop.saver import Saver
-from phalanx.estimator.loop.session import SessionRunArgs, SessionRunContext, SessionRunHook, SessionRunValues, listed
+from phalanx.estimator.loop.session import (
+    HookSession,
+    SessionRunArgs,
+    SessionRunContext,
+    SessionRunHook,
+    SessionRunValues,
+    listed,
+)
 from phalanx.summary import SummaryWriter
 
 
@@ -31,7 +38,7 @@ class CheckpointSaverListener:
     def begin(self) -> None:
         """Called once, before the training."""
 
-    def before_save(self, session: Any, global_step_value: int) -> None:
+    def before_save(self, session: HookSession, global_step_value: int) -> None:
         """Called before each checkpoint.
 
         Args:
@@ -39,7 +46,7 @@ class CheckpointSaverListener:
           global_step_value: number of steps so far.
         """
 
-    def after_save(self, session: Any, global_step_value: int) -> bool | None:
+    def after_save(self, session: HookSession, global_step_value: int) -> bool | None:
         """Called after each checkpoint.
 
         Args:
@@ -51,7 +58,7 @@ class CheckpointSaverListener:
         """
         return None
 
-    def end(self, session: Any, global_step_value: int) -> None:
+    def end(self, session: HookSession, global_step_value: int) -> None:
         """Called once, after the training.
 
         Args:
@@ -60,7 +67,7 @@ class CheckpointSaverListener:
         """
 
 
-def checked_listeners(listeners: Any) -> tuple[CheckpointSaverListener, ...]:
+def checked_listeners(listeners: object) -> tuple[CheckpointSaverListener, ...]:
     """Returns listeners as a tuple.
 
     Raises:
@@ -128,7 +135,7 @@ class CheckpointSaverHook(SessionRunHook):
             listener.begin()
 
     @override
-    def after_create_session(self, session: Any, coord: Any) -> None:
+    def after_create_session(self, session: HookSession, coord: None) -> None:
         """Saves before the first step."""
         if self._saver is None:
             self._saver = Saver(session.graph, self._dir, name=self._basename)
@@ -141,7 +148,7 @@ class CheckpointSaverHook(SessionRunHook):
             run_context.request_stop()
 
     @override
-    def end(self, session: Any) -> None:
+    def end(self, session: HookSession) -> None:
         """Saves after the last step, if that was not done yet."""
         if session.step != self._timer.last_triggered_step():
             self._save(session)
@@ -155,7 +162,7 @@ class CheckpointSaverHook(SessionRunHook):
         if self._saver is not None:
             self._saver.sync()
 
-    def _save(self, session: Any) -> bool:
+    def _save(self, session: HookSession) -> bool:
         """Saves a checkpoint. Returns whether a listener requests the end of the training run."""
         session.settle()
         step = session.step
@@ -257,7 +264,7 @@ class SummarySaverHook(SessionRunHook):
                 summary.scalar(tag, value)
 
     @override
-    def end(self, session: Any) -> None:
+    def end(self, session: HookSession) -> None:
         """Writes what is in the queue."""
         if self._writer is not None:
             self._writer.flush()

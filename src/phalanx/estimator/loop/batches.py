@@ -8,6 +8,8 @@ from typing import Any, final
 
 import jax
 import numpy as np
+from jax.tree_util import KeyPath
+from jax.typing import ArrayLike
 
 from phalanx import feature_column
 from phalanx._src.mesh.arrays import is_array
@@ -19,7 +21,7 @@ InputFn = Callable[..., Any]
 _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def check_input_fn(input_fn: Any) -> None:
+def check_input_fn(input_fn: object) -> None:
     """Checks that an input function can be called.
 
     Raises:
@@ -80,12 +82,12 @@ class Batches:
       labels_fn: function that replaces the classes of labels by their numbers. None if labels have no classes.
     """
 
-    def __init__(self, dataset: Any, columns: Sequence[Any], labels_fn: Callable[[PyTree], PyTree] | None) -> None:
+    def __init__(self, dataset: PyTree, columns: Sequence[Any], labels_fn: Callable[[PyTree], PyTree] | None) -> None:
         self._dataset, self._columns, self._labels_fn = dataset, list(columns), labels_fn
 
     def __iter__(self) -> Iterator[PyTree]:
         batches = itertools.repeat(self._dataset) if _is_batch(self._dataset) else iter(self._dataset)
-        first: Any = None
+        first: dict[str, tuple[str, tuple[int, ...]]] | None = None
         for batch in batches:
             features, labels = _split(batch)
             _require_names(features)
@@ -107,7 +109,7 @@ def is_column(value: object) -> bool:
     return isinstance(value, AbstractColumn)
 
 
-def columns_in(params: Any) -> list[Any]:
+def columns_in(params: PyTree) -> list[Any]:
     """Returns the feature columns among the parameters of a model function."""
     leaves = jax.tree.leaves(params, is_leaf=is_column)
     columns: list[Any] = []
@@ -117,7 +119,7 @@ def columns_in(params: Any) -> list[Any]:
     return columns
 
 
-def _is_batch(dataset: Any) -> bool:
+def _is_batch(dataset: object) -> bool:
     """Whether an input function has returned one batch instead of a dataset."""
     return isinstance(dataset, (tuple, Mapping)) or is_array(dataset)
 
@@ -150,7 +152,7 @@ def _numbers(tree: PyTree, name: str) -> PyTree:
       InputError: an array contains text.
     """
 
-    def checked(path: Any, leaf: Any) -> np.ndarray:
+    def checked(path: KeyPath, leaf: ArrayLike) -> np.ndarray:
         array = np.asarray(leaf)
         if array.dtype.kind in "OSU":
             raise InputError(
@@ -201,7 +203,7 @@ def _told(name: str, spec: Mapping[str, Any]) -> str:
     return f"{kind} of shape {('rows', *shape)} as {name}".replace("'", "", 2)
 
 
-def require_steps(name: str, value: Any) -> None:
+def require_steps(name: str, value: object) -> None:
     """Checks a number of steps.
 
     Raises:

@@ -9,11 +9,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import keras
+from jax.typing import ArrayLike
 
 from phalanx._src import compat
 from phalanx._src.programs.function import Function
@@ -27,6 +28,7 @@ from phalanx.estimator.loop.spec import EstimatorSpec, ModeKeys, UpdatedMetric
 from phalanx.typing import PyTree
 
 GLOBAL_STEP = "global_step"
+T = TypeVar("T")
 
 _current: ContextVar["Graph | None"] = ContextVar("phalanx_estimator_graph", default=None)
 
@@ -134,14 +136,14 @@ class Graph:
         """Returns the variable of a name, which may end with an output number as in TensorFlow. None if there is none."""
         return self._store.variables.get(name.partition(":")[0])
 
-    def place_of(self, fetch: Any) -> int | None:
+    def place_of(self, fetch: object) -> int | None:
         """Returns the place of an array, or of a name, among the arrays that the step returns. None if it is not there."""
         if isinstance(fetch, str):
             named = self.trace.named.get(fetch.partition(":")[0])
             return None if named is None else self.place_of(named)
         return next((i for i, x in enumerate(self.trace.arrays) if x is fetch), None)
 
-    def identity(self, value: Any, name: str | None) -> Any:
+    def identity(self, value: T, name: str | None) -> T:
         """Names an array of the model function."""
         if name is not None:
             self._latest.named[name] = value
@@ -230,10 +232,11 @@ class Graph:
         self._latest.has_records = scope is not None and bool(scope.records)
         self._latest.metrics = {name: _metric_of(name, metric) for name, metric in spec.metrics.items()}
         if self.mode == ModeKeys.EVAL:
+            assert spec.loss is not None
             self._latest.metrics.setdefault("loss", _mean_of("loss", spec.loss))
         return spec
 
-    def _share(self, loss: Any) -> Any:
+    def _share(self, loss: jax.Array | None) -> jax.Array | None:
         """Returns a replica's share of a loss. The sum of the shares is the loss of the global batch."""
         return None if loss is None else loss * jnp.asarray(context.require_replica().weight, loss.dtype)
 
@@ -260,7 +263,7 @@ def hooks_of(spec: EstimatorSpec) -> list[SessionRunHook]:
     return [hook for group in groups for hook in group or ()]
 
 
-def _metric_of(name: str, metric: Any) -> keras.metrics.Metric:
+def _metric_of(name: str, metric: PyTree) -> keras.metrics.Metric:
     """Returns a metric. For a pair of a value and its update, the mean of the value over all batches."""
     if isinstance(metric, UpdatedMetric):
         return metric.metric
@@ -269,7 +272,7 @@ def _metric_of(name: str, metric: Any) -> keras.metrics.Metric:
     return _mean_of(name, metric[0])
 
 
-def _mean_of(name: str, value: Any) -> keras.metrics.Metric:
+def _mean_of(name: str, value: ArrayLike) -> keras.metrics.Metric:
     """Returns the mean of a value over all batches. Each batch of each replica counts as much as the others."""
     mean = keras.metrics.Mean(name=name.replace("/", "_"))
     has_rows = jnp.asarray(context.require_replica().weight) > 0
@@ -279,7 +282,7 @@ def _mean_of(name: str, value: Any) -> keras.metrics.Metric:
     return mean
 
 
-def _apply(train_op: Any) -> None:
+def _apply(train_op: PyTree) -> None:
     """Runs what a model function has left for the end of the step."""
     for op in train_op if isinstance(train_op, (list, tuple)) else [train_op]:
         if isinstance(op, (list, tuple)):
@@ -352,7 +355,7 @@ def get_or_create_global_step(graph: None = None) -> keras.Variable:
     return _new_step() if current is None else current
 
 
-def identity(value: Any, name: str | None = None) -> Any:
+def identity(value: T, name: str | None = None) -> T:
     """Names an array of a model function, so that hooks can fetch it by its name. Call it in a model function.
 
     Args:

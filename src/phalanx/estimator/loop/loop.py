@@ -119,7 +119,7 @@ class ScheduledSteps(AbstractSteps):
         # Hooks wait for values between steps, and synchronous workers make one update together: never between two of them.
         self.each = workers if strategy.max_staleness == 0 else 1
 
-        def own_dataset() -> Any:
+        def own_dataset() -> PyTree:
             return dataset_fn(InputContext(workers, experimental_get_current_worker_index(), 1))
 
         def scheduled(iterator: Iterator[Any]) -> Outputs:
@@ -226,14 +226,14 @@ class GraphSession:
         """The number of steps that may run while the loop goes on."""
         return self._steps.ahead
 
-    def later(self, fetch: Any) -> Callable[[], Any]:
+    def later(self, fetch: PyTree) -> Callable[[], PyTree]:
         """Returns a function that returns the value of a fetch after the last step, without waiting for it now.
 
         The function returns None if the step found no data.
         """
         outputs = self._outputs
 
-        def value() -> Any:
+        def value() -> PyTree:
             before, self._outputs = self._outputs, outputs
             try:
                 return self.run(fetch)
@@ -250,7 +250,7 @@ class GraphSession:
         if not isinstance(self._outputs, RemoteValue):
             block_until_ready(jax.tree.leaves(self._outputs))
 
-    def run(self, fetches: Any, feed_dict: None = None) -> Any:
+    def run(self, fetches: PyTree, feed_dict: None = None) -> PyTree:
         """Returns the values of fetches.
 
         Args:
@@ -267,7 +267,7 @@ class GraphSession:
         SessionRunArgs(fetches, feed_dict)
         return jax.tree.map(self._value, fetches, is_leaf=lambda x: isinstance(x, keras.Variable))
 
-    def _value(self, fetch: Any) -> Any:
+    def _value(self, fetch: PyTree) -> PyTree:
         if isinstance(fetch, keras.Variable):
             return np.asarray(fetch.value)
         if isinstance(fetch, (np.ndarray, np.generic, int, float)) or _is_concrete(fetch):
@@ -287,7 +287,7 @@ class GraphSession:
             )
         return np.asarray(variable.value)
 
-    def _last(self, fetch: Any) -> tuple[Any, Any, Any]:
+    def _last(self, fetch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         if self._outputs is None:
             if isinstance(fetch, str) and self.graph.find(fetch) is not None:
                 return None, [], None
@@ -296,7 +296,7 @@ class GraphSession:
         return loss, arrays, predictions
 
 
-def _is_concrete(fetch: Any) -> bool:
+def _is_concrete(fetch: object) -> bool:
     return isinstance(fetch, jax.Array) and not isinstance(fetch, jax.core.Tracer)
 
 
@@ -342,7 +342,7 @@ def run_loop(
         hook.end(session)
 
 
-def _fetches_of(hook: SessionRunHook, args: Any) -> Any:
+def _fetches_of(hook: SessionRunHook, args: object) -> PyTree:
     if not isinstance(args, SessionRunArgs):
         raise InvalidArgumentError(
             f"{type(hook).__name__}.before_run, which returns {shown(args)}",

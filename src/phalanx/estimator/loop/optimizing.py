@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from types import NoneType
 from typing import Any, final
 
+import jax
 import jax.numpy as jnp
 import keras
 
@@ -34,7 +35,7 @@ class TrainOp:
 
 
 def gradients_of(
-    optimizer: keras.optimizers.Optimizer, loss: Any, variables: Sequence[keras.Variable] | None
+    optimizer: keras.optimizers.Optimizer, loss: jax.Array, variables: Sequence[keras.Variable] | None
 ) -> list[tuple[Any, keras.Variable]]:
     """Returns pairs of gradients and variables, without the variables on which the loss does not depend.
 
@@ -64,9 +65,9 @@ def gradients_of(
 
 def minimize(
     optimizer: keras.optimizers.Optimizer,
-    loss: Any,
+    loss: jax.Array,
     var_list: Sequence[keras.Variable] | None = None,
-    global_step: Any = None,
+    global_step: object = None,
 ) -> Callable[[], None]:
     """Returns the `train_op` that minimizes a loss. Call it in a model function, in mode TRAIN.
 

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Hooks, and what they see of a step: the names of `tf.estimator.SessionRunHook` and its like."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any, Protocol, final
 
 from phalanx.errors import InvalidArgumentError, shown
+from phalanx.typing import PyTree
 
 
 @final
@@ -29,15 +30,49 @@ class SessionRunArgs:
       'loss'
     """
 
-    fetches: Any
+    fetches: PyTree
     feed_dict: None = None
-    options: Any = None
+    options: object = None
 
     def __post_init__(self) -> None:
         if self.feed_dict is not None:
             raise InvalidArgumentError(
                 f"feed_dict={shown(self.feed_dict)}", "a step has no placeholders.", "put the values into the dataset"
             )
+
+
+class HookSession(Protocol):
+    """What hooks can ask of the loop that calls them. In tf.estimator it is a session of TensorFlow.
+
+    Attributes:
+      graph: the graph of the mode.
+      step: number of training steps so far.
+      ahead: number of steps that may run while the loop continues.
+    """
+
+    @property
+    def graph(self) -> Any:
+        """The graph of the mode."""
+
+    @property
+    def step(self) -> int:
+        """The number of training steps so far."""
+
+    @property
+    def ahead(self) -> int:
+        """The number of steps that may run while the loop continues."""
+
+    def run(self, fetches: PyTree, feed_dict: None = None) -> PyTree:
+        """Returns the values of fetches."""
+
+    def later(self, fetch: PyTree) -> Callable[[], PyTree]:
+        """Returns a function that returns the value of a fetch after the last step, without waiting for it now."""
+
+    def settle(self) -> None:
+        """Waits until all scheduled steps have ended."""
+
+    def profile_next(self, folder: str) -> None:
+        """Profiles the next step into a folder, if there is a next step."""
 
 
 @final
@@ -58,9 +93,9 @@ class SessionRunValues:
       0.5
     """
 
-    results: Any
-    options: Any = None
-    run_metadata: Any = None
+    results: PyTree
+    options: object = None
+    run_metadata: object = None
 
 
 @final
@@ -83,7 +118,7 @@ class SessionRunContext:
     """
 
     original_args: SessionRunArgs
-    session: Any
+    session: HookSession
     _stops: bool = field(default=False, init=False, repr=False)
 
     @property
@@ -113,7 +148,7 @@ class SessionRunHook:
     def begin(self) -> None:
         """Called once, after the model function was traced and before variables are restored."""
 
-    def after_create_session(self, session: Any, coord: Any) -> None:
+    def after_create_session(self, session: HookSession, coord: None) -> None:
         """Called once, after variables were restored.
 
         Args:
@@ -140,7 +175,7 @@ class SessionRunHook:
           run_values: what `before_run` has asked for.
         """
 
-    def end(self, session: Any) -> None:
+    def end(self, session: HookSession) -> None:
         """Called once, after the last step. Not called if a step, or a hook, has raised an error.
 
         Args:
@@ -148,7 +183,7 @@ class SessionRunHook:
         """
 
 
-def checked_hooks(name: str, hooks: Any) -> tuple[SessionRunHook, ...]:
+def checked_hooks(name: str, hooks: object) -> tuple[SessionRunHook, ...]:
     """Returns hooks as a tuple.
 
     Raises:
@@ -165,10 +200,11 @@ def checked_hooks(name: str, hooks: Any) -> tuple[SessionRunHook, ...]:
     return items
 
 
-def listed(items: Any) -> tuple[Any, ...]:
+def listed(items: object) -> tuple[Any, ...]:
     """Returns the items of an iterable, one item alone, or none for None, as a tuple."""
     if items is None:
         return ()
     # An array is one wrong item, and so is a text.
-    is_one = isinstance(items, (str, bytes)) or hasattr(items, "dtype") or not isinstance(items, Iterable)
-    return (items,) if is_one else tuple(items)
+    if isinstance(items, (str, bytes)) or hasattr(items, "dtype") or not isinstance(items, Iterable):
+        return (items,)
+    return tuple(items)

@@ -9,12 +9,14 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import keras
+from jax.typing import ArrayLike
 
 from phalanx._src.collectives import primitives
 from phalanx._src.mesh.arrays import is_array
 from phalanx.errors import InvalidArgumentError, ReduceOpError, arguments, shown
 from phalanx.estimator.loop.session import SessionRunHook, checked_hooks
 from phalanx.train import Checkpoint
+from phalanx.typing import PyTree
 
 
 @final
@@ -95,9 +97,9 @@ class EstimatorSpec:
     """
 
     mode: str
-    predictions: Any = None
-    loss: Any = None
-    train_op: Any = None
+    predictions: PyTree = None
+    loss: jax.Array | None = None
+    train_op: PyTree = None
     eval_metric_ops: Mapping[str, Any] | None = None
     export_outputs: Mapping[str, Any] | None = None
     training_chief_hooks: Iterable[SessionRunHook] | None = ()
@@ -147,7 +149,7 @@ _HINTS = {
 }
 
 
-def _scalar(loss: Any) -> Any:
+def _scalar(loss: ArrayLike) -> jax.Array:
     """Returns a loss as a scalar."""
     try:
         value = primitives.as_array(loss)
@@ -162,7 +164,7 @@ def _scalar(loss: Any) -> Any:
     return value.reshape(())
 
 
-def _check_predictions(predictions: Any) -> None:
+def _check_predictions(predictions: PyTree) -> None:
     leaves = jax.tree.leaves(predictions)
     if not leaves or not all(is_array(x) or isinstance(x, keras.Variable) for x in leaves):
         raise InvalidArgumentError(
@@ -170,7 +172,7 @@ def _check_predictions(predictions: Any) -> None:
         )
 
 
-def _check_update(train_op: Any) -> None:
+def _check_update(train_op: PyTree) -> None:
     if isinstance(train_op, (list, tuple)):
         for op in train_op:
             _check_update(op)
@@ -196,7 +198,7 @@ class UpdatedMetric(tuple[Any, Any]):
         return pair
 
 
-def _check_metrics(metrics: Any) -> None:
+def _check_metrics(metrics: object) -> None:
     hint = 'eval_metric_ops={"accuracy": metric}, after metric.update_state(labels, predictions)'
     if metrics is not None and not isinstance(metrics, Mapping):
         raise InvalidArgumentError(f"eval_metric_ops={shown(metrics)}", "must be a dict.", hint)

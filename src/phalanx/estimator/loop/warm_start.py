@@ -9,6 +9,7 @@ from types import NoneType
 from typing import Any, final
 
 import keras
+import numpy as np
 
 from phalanx.errors import CheckpointMismatchError, InvalidArgumentError, arguments, shown
 from phalanx.estimator.loop.graph import Graph
@@ -80,7 +81,7 @@ class WarmStartSettings:
             return variable.trainable and _compiled(patterns).match(name) is not None
         return any(_compiled(pattern).match(name) is not None for pattern in patterns)
 
-    def _value(self, reader: CheckpointReader, name: str, variable: keras.Variable) -> Any:
+    def _value(self, reader: CheckpointReader, name: str, variable: keras.Variable) -> np.ndarray:
         old = (self.var_name_to_prev_var_name or {}).get(name, name)
         shapes = reader.get_variable_to_shape_map()
         if shapes.get(old) != list(variable.shape):

@@ -3,10 +3,10 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
 from phalanx.estimator.config import RunConfig
-from phalanx.estimator.heads.base import Head
+from phalanx.estimator.heads.base import Head, WeightColumn
 from phalanx.estimator.heads.regression import RegressionHead
 from phalanx.estimator.models.premade import HeadEstimator, Optimizer, baseline_logits, class_head
 
@@ -38,7 +38,7 @@ class BaselineClassifier(HeadEstimator):
         self,
         model_dir: str | os.PathLike[str] | None = None,
         n_classes: int = 2,
-        weight_column: Any = None,
+        weight_column: WeightColumn = None,
         label_vocabulary: Sequence[str] | None = None,
         optimizer: Optimizer = "Ftrl",
         config: RunConfig | None = None,
@@ -75,7 +75,7 @@ class BaselineRegressor(HeadEstimator):
         self,
         model_dir: str | os.PathLike[str] | None = None,
         label_dimension: int = 1,
-        weight_column: Any = None,
+        weight_column: WeightColumn = None,
         optimizer: Optimizer = "Ftrl",
         config: RunConfig | None = None,
         loss_reduction: str = "sum_over_batch_size",

@@ -3,13 +3,13 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
 from phalanx.estimator.config import RunConfig
-from phalanx.estimator.heads.base import Head
+from phalanx.estimator.heads.base import Head, WeightColumn
 from phalanx.estimator.heads.regression import RegressionHead
 from phalanx.estimator.loop.warm_start import WarmStartSettings
-from phalanx.estimator.models.premade import HeadEstimator, Optimizer, class_head, dnn_logits
+from phalanx.estimator.models.premade import Activation, Columns, HeadEstimator, Optimizer, class_head, dnn_logits
 from phalanx.feature_column.names import checked_columns
 
 
@@ -46,13 +46,13 @@ class DNNClassifier(HeadEstimator):
     def __init__(
         self,
         hidden_units: Sequence[int],
-        feature_columns: Any,
+        feature_columns: Columns,
         model_dir: str | os.PathLike[str] | None = None,
         n_classes: int = 2,
-        weight_column: Any = None,
+        weight_column: WeightColumn = None,
         label_vocabulary: Sequence[str] | None = None,
         optimizer: Optimizer = "Adagrad",
-        activation_fn: Any = "relu",
+        activation_fn: Activation = "relu",
         dropout: float | None = None,
         config: RunConfig | None = None,
         warm_start_from: str | WarmStartSettings | None = None,
@@ -97,12 +97,12 @@ class DNNRegressor(HeadEstimator):
     def __init__(
         self,
         hidden_units: Sequence[int],
-        feature_columns: Any,
+        feature_columns: Columns,
         model_dir: str | os.PathLike[str] | None = None,
         label_dimension: int = 1,
-        weight_column: Any = None,
+        weight_column: WeightColumn = None,
         optimizer: Optimizer = "Adagrad",
-        activation_fn: Any = "relu",
+        activation_fn: Activation = "relu",
         dropout: float | None = None,
         config: RunConfig | None = None,
         warm_start_from: str | WarmStartSettings | None = None,
@@ -146,10 +146,10 @@ class DNNEstimator(HeadEstimator):
         self,
         head: Head,
         hidden_units: Sequence[int],
-        feature_columns: Any,
+        feature_columns: Columns,
         model_dir: str | os.PathLike[str] | None = None,
         optimizer: Optimizer = "Adagrad",
-        activation_fn: Any = "relu",
+        activation_fn: Activation = "relu",
         dropout: float | None = None,
         config: RunConfig | None = None,
         warm_start_from: str | WarmStartSettings | None = None,

@@ -89,7 +89,7 @@ def _loaded(path: str, custom_objects: Mapping[str, Any] | None) -> keras.Model:
 class _ModelEstimator(Estimator):
     """An Estimator whose variables begin with the weights of a model."""
 
-    def __init__(self, copies: "_Copies", model_dir: Any, config: RunConfig | None) -> None:
+    def __init__(self, copies: "_Copies", model_dir: str | os.PathLike[str] | None, config: RunConfig | None) -> None:
         super().__init__(copies.model_fn, model_dir, config)
         self._first_values = copies.first_values
 

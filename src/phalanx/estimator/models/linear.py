@@ -3,13 +3,13 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
 from phalanx.estimator.config import RunConfig
-from phalanx.estimator.heads.base import Head
+from phalanx.estimator.heads.base import Head, WeightColumn
 from phalanx.estimator.heads.regression import RegressionHead
 from phalanx.estimator.loop.warm_start import WarmStartSettings
-from phalanx.estimator.models.premade import HeadEstimator, Optimizer, class_head, linear_logits
+from phalanx.estimator.models.premade import Columns, HeadEstimator, Optimizer, class_head, linear_logits
 from phalanx.feature_column.names import checked_columns
 
 
@@ -42,10 +42,10 @@ class LinearClassifier(HeadEstimator):
 
     def __init__(
         self,
-        feature_columns: Any,
+        feature_columns: Columns,
         model_dir: str | os.PathLike[str] | None = None,
         n_classes: int = 2,
-        weight_column: Any = None,
+        weight_column: WeightColumn = None,
         label_vocabulary: Sequence[str] | None = None,
         optimizer: Optimizer = "Ftrl",
         config: RunConfig | None = None,
@@ -87,10 +87,10 @@ class LinearRegressor(HeadEstimator):
 
     def __init__(
         self,
-        feature_columns: Any,
+        feature_columns: Columns,
         model_dir: str | os.PathLike[str] | None = None,
         label_dimension: int = 1,
-        weight_column: Any = None,
+        weight_column: WeightColumn = None,
         optimizer: Optimizer = "Ftrl",
         config: RunConfig | None = None,
         warm_start_from: str | WarmStartSettings | None = None,
@@ -130,7 +130,7 @@ class LinearEstimator(HeadEstimator):
     def __init__(
         self,
         head: Head,
-        feature_columns: Any,
+        feature_columns: Columns,
         model_dir: str | os.PathLike[str] | None = None,
         optimizer: Optimizer = "Ftrl",
         config: RunConfig | None = None,

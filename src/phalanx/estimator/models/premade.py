@@ -5,7 +5,7 @@ import copy
 import functools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import jax
@@ -17,21 +17,32 @@ from phalanx._src import compat
 from phalanx.errors import InputError, InvalidArgumentError, arguments, shown
 from phalanx.estimator.config import RunConfig
 from phalanx.estimator.estimator import Estimator
-from phalanx.estimator.heads.base import Head
+from phalanx.estimator.heads.base import Head, WeightColumn
 from phalanx.estimator.heads.classes import BinaryClassHead, MultiClassHead
 from phalanx.estimator.loop.optimizing import minimize
 from phalanx.estimator.loop.spec import EstimatorSpec, ModeKeys
 from phalanx.estimator.loop.warm_start import WarmStartSettings
+from phalanx.feature_column.base import AbstractColumn
 from phalanx.feature_column.names import checked_columns
 from phalanx.typing import PyTree
 
 Optimizer: TypeAlias = str | keras.optimizers.Optimizer | Callable[[], Any]
 """A name of an optimizer, an optimizer, or a function that creates one."""
 
+Columns: TypeAlias = AbstractColumn | Iterable[AbstractColumn] | None
+"""A feature column, or several."""
+
 _NAMES = ("Adagrad", "Adam", "Ftrl", "RMSProp", "SGD")
 _LINEAR_RATE, _BASELINE_RATE = 0.2, 0.3
 _WIDE_RATE, _DEEP_RATE = 0.005, 0.001
-Logits = Callable[[PyTree, str], Any]
+Activation: TypeAlias = str | Callable[[jax.Array], jax.Array] | None
+"""An activation function, or its name in Keras."""
+
+Logits: TypeAlias = Callable[[PyTree, str], tuple[jax.Array, list[keras.Variable]]]
+"""Function of features and mode. Returns logits, and the variables that they depend on."""
+
+TrainedLogits: TypeAlias = Callable[[PyTree, str], tuple[jax.Array, Callable[[jax.Array], PyTree]]]
+"""Function of features and mode. Returns logits, and a function that creates the `train_op` of a loss."""
 
 
 class HeadEstimator(Estimator):
@@ -49,8 +60,8 @@ class HeadEstimator(Estimator):
     def __init__(
         self,
         head: Head,
-        logits_fn: Callable[[PyTree, str], tuple[Any, Callable[[Any], Any]]],
-        columns: Sequence[Any],
+        logits_fn: TrainedLogits,
+        columns: Sequence[AbstractColumn],
         model_dir: str | os.PathLike[str] | None,
         config: RunConfig | None,
         warm_start_from: str | WarmStartSettings | None = None,
@@ -89,7 +100,7 @@ def creator_of(optimizer: Optimizer, learning_rate: float | None = None) -> Call
     raise _no_optimizer(optimizer)
 
 
-def _created(optimizer: Any) -> keras.optimizers.Optimizer:
+def _created(optimizer: Optimizer) -> keras.optimizers.Optimizer:
     made: Any = optimizer() if callable(optimizer) else optimizer
     made = made.create() if callable(getattr(made, "create", None)) else made
     if isinstance(made, compat.BaseOptimizer):
@@ -97,7 +108,7 @@ def _created(optimizer: Any) -> keras.optimizers.Optimizer:
     raise _no_optimizer(optimizer)
 
 
-def _no_optimizer(optimizer: Any) -> InvalidArgumentError:
+def _no_optimizer(optimizer: object) -> InvalidArgumentError:
     return InvalidArgumentError(
         f"optimizer={shown(optimizer)}",
         f"must be an optimizer of Keras, a function that creates one, or one of {_NAMES}.",
@@ -105,7 +116,9 @@ def _no_optimizer(optimizer: Any) -> InvalidArgumentError:
     )
 
 
-def class_head(n_classes: int, weight_column: Any, label_vocabulary: Sequence[str] | None, loss_reduction: str) -> Head:
+def class_head(
+    n_classes: int, weight_column: WeightColumn, label_vocabulary: Sequence[str] | None, loss_reduction: str
+) -> Head:
     """Returns the head of so many classes."""
     arguments.integer("n_classes", n_classes, least=2)
     options: dict[str, Any] = {
@@ -116,9 +129,8 @@ def class_head(n_classes: int, weight_column: Any, label_vocabulary: Sequence[st
     return BinaryClassHead(**options) if n_classes == 2 else MultiClassHead(n_classes, **options)
 
 
-def _units(hidden_units: Any) -> list[int]:
-    is_list = isinstance(hidden_units, (list, tuple))
-    if not is_list or not all(arguments.is_integer(n, least=1) for n in hidden_units):
+def _units(hidden_units: object) -> list[int]:
+    if not isinstance(hidden_units, (list, tuple)) or not all(arguments.is_integer(n, least=1) for n in hidden_units):
         raise InvalidArgumentError(
             f"hidden_units={shown(hidden_units)}", "must be a list of numbers of units.", "hidden_units=[64, 32]"
         )
@@ -130,7 +142,7 @@ def _require_dict(features: PyTree) -> None:
         raise InputError(f"features={shown(features)}", "must be a dict from names to arrays.", '{"age": ages}, labels')
 
 
-def _activation(activation_fn: Any) -> Callable[[Any], Any]:
+def _activation(activation_fn: Activation) -> Callable[[jax.Array], jax.Array]:
     try:
         return keras.activations.get(activation_fn)  # type: ignore[no-any-return]
     except ValueError as e:
@@ -140,7 +152,12 @@ def _activation(activation_fn: Any) -> Callable[[Any], Any]:
 
 
 def _deep_part(
-    head: Head, hidden_units: Any, columns: Sequence[Any], activation_fn: Any, dropout: Any, batch_norm: bool
+    head: Head,
+    hidden_units: Sequence[int] | None,
+    columns: Sequence[AbstractColumn],
+    activation_fn: Activation,
+    dropout: float | None,
+    batch_norm: bool,
 ) -> Logits:
     """Returns a function of features and mode that computes the logits of a deep network.
 
@@ -152,14 +169,15 @@ def _deep_part(
     if dropout is not None and not (isinstance(dropout, (int, float)) and 0 <= dropout < 1):
         raise InvalidArgumentError(f"dropout={shown(dropout)}", "must be from 0 to less than 1.", "dropout=0.5")
 
-    def logits_of(features: PyTree, mode: str) -> tuple[Any, list[keras.Variable]]:
+    def logits_of(features: PyTree, mode: str) -> tuple[jax.Array, list[keras.Variable]]:
         _require_dict(features)
         is_training = mode == ModeKeys.TRAIN
         layers: list[keras.layers.Layer] = []
 
-        def apply(layer: keras.layers.Layer, x: Any, **options: Any) -> Any:
+        def apply(layer: keras.layers.Layer, x: PyTree, **options: object) -> jax.Array:
             layers.append(layer)
-            return layer(x, **options)
+            outputs: jax.Array = layer(x, **options)
+            return outputs
 
         with keras.name_scope("dnn"):
             net = apply(feature_column.DenseFeatures(columns, name="input_from_feature_columns"), features)
@@ -178,14 +196,14 @@ def _deep_part(
     return logits_of
 
 
-def _summarize(values: Any, name: str, mode: str) -> None:
+def _summarize(values: jax.Array, name: str, mode: str) -> None:
     if mode == ModeKeys.TRAIN:
         summary.scalar(f"{name}/fraction_of_zero_values", jnp.mean(values == 0))
         summary.histogram(f"{name}/activation", values)
 
 
-def _linear_part(head: Head, columns: Sequence[Any], sparse_combiner: str) -> Logits:
-    def logits_of(features: PyTree, mode: str) -> tuple[Any, list[keras.Variable]]:
+def _linear_part(head: Head, columns: Sequence[AbstractColumn], sparse_combiner: str) -> Logits:
+    def logits_of(features: PyTree, mode: str) -> tuple[jax.Array, list[keras.Variable]]:
         _require_dict(features)
         layer = feature_column.LinearFeatures(
             columns, head.logits_dimension, sparse_combiner=sparse_combiner, name="linear_model"
@@ -197,15 +215,15 @@ def _linear_part(head: Head, columns: Sequence[Any], sparse_combiner: str) -> Lo
     return logits_of
 
 
-def _linear_rate(columns: Sequence[Any], most: float = _LINEAR_RATE) -> float:
+def _linear_rate(columns: Sequence[AbstractColumn], most: float = _LINEAR_RATE) -> float:
     """Returns the learning rate of Ftrl in tf.estimator."""
     return min(most, 1 / math.sqrt(len(columns)))
 
 
-def _trained(logits_of: Logits, create: Callable[[], keras.optimizers.Optimizer]) -> Any:
+def _trained(logits_of: Logits, create: Callable[[], keras.optimizers.Optimizer]) -> TrainedLogits:
     """Returns a function of features and mode that computes logits, and a function that creates their `train_op`."""
 
-    def fn(features: PyTree, mode: str) -> tuple[Any, Callable[[Any], Any]]:
+    def fn(features: PyTree, mode: str) -> tuple[jax.Array, Callable[[jax.Array], PyTree]]:
         logits, variables = logits_of(features, mode)
         return logits, lambda loss: minimize(create(), loss, variables)
 
@@ -213,22 +231,32 @@ def _trained(logits_of: Logits, create: Callable[[], keras.optimizers.Optimizer]
 
 
 def dnn_logits(
-    head: Head, hidden_units: Any, columns: Sequence[Any], optimizer: Any, activation: Any, dropout: Any, norm: Any
-) -> Any:
+    head: Head,
+    hidden_units: Sequence[int] | None,
+    columns: Sequence[AbstractColumn],
+    optimizer: Optimizer,
+    activation: Activation,
+    dropout: float | None,
+    norm: bool,
+) -> TrainedLogits:
     """Returns the logits of a deep network, and their `train_op`."""
     logits_of = _deep_part(head, hidden_units, columns, activation, dropout, norm)
     return _trained(logits_of, creator_of(optimizer))
 
 
-def linear_logits(head: Head, columns: Sequence[Any], optimizer: Any, combiner: str) -> Any:
+def linear_logits(
+    head: Head, columns: Sequence[AbstractColumn], optimizer: Optimizer | None, combiner: str
+) -> TrainedLogits:
     """Returns the logits of a linear model, and their `train_op`."""
     default = ("Ftrl", _linear_rate(columns)) if optimizer is None else (optimizer, _LINEAR_RATE)
     return _trained(_linear_part(head, columns, combiner), creator_of(*default))
 
 
 def combined_logits(
-    head: Head, linear: tuple[Any, Any, str], deep: tuple[Any, Any, Any, Any, Any, Any]
-) -> tuple[Any, list[Any]]:
+    head: Head,
+    linear: tuple[Columns, Optimizer, str],
+    deep: tuple[Columns, Optimizer, Sequence[int] | None, Activation, float | None, bool],
+) -> tuple[TrainedLogits, list[AbstractColumn]]:
     """Returns the logits of a wide and a deep model, each with an optimizer of its own, and the columns of both."""
     linear_columns, linear_optimizer, combiner = linear
     deep_columns, deep_optimizer, hidden_units, activation, dropout, norm = deep
@@ -248,7 +276,7 @@ def combined_logits(
         rate = _linear_rate(linear_columns, _WIDE_RATE)
         parts.append((_linear_part(head, linear_columns, combiner), creator_of(linear_optimizer, rate)))
 
-    def fn(features: PyTree, mode: str) -> tuple[Any, Callable[[Any], Any]]:
+    def fn(features: PyTree, mode: str) -> tuple[jax.Array, Callable[[jax.Array], PyTree]]:
         outputs = [(*logits_of(features, mode), create) for logits_of, create in parts]
         logits = sum((logits for logits, _, _ in outputs[1:]), start=outputs[0][0])
         return logits, lambda loss: [minimize(create(), loss, variables) for _, variables, create in outputs]
@@ -256,10 +284,10 @@ def combined_logits(
     return fn, [*linear_columns, *deep_columns]
 
 
-def baseline_logits(head: Head, optimizer: Optimizer) -> Any:
+def baseline_logits(head: Head, optimizer: Optimizer) -> TrainedLogits:
     """Returns the logits of a constant, and their `train_op`."""
 
-    def logits_of(features: PyTree, mode: str) -> tuple[Any, list[keras.Variable]]:
+    def logits_of(features: PyTree, mode: str) -> tuple[jax.Array, list[keras.Variable]]:
         arrays = jax.tree.leaves(features)
         if not arrays:
             raise InputError(

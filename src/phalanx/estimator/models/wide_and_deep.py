@@ -3,13 +3,13 @@
 
 import os
 from collections.abc import Sequence
-from typing import Any, final
+from typing import final
 
 from phalanx.estimator.config import RunConfig
-from phalanx.estimator.heads.base import Head
+from phalanx.estimator.heads.base import Head, WeightColumn
 from phalanx.estimator.heads.regression import RegressionHead
 from phalanx.estimator.loop.warm_start import WarmStartSettings
-from phalanx.estimator.models.premade import HeadEstimator, Optimizer, class_head, combined_logits
+from phalanx.estimator.models.premade import Activation, Columns, HeadEstimator, Optimizer, class_head, combined_logits
 
 
 @final
@@ -48,15 +48,15 @@ class DNNLinearCombinedClassifier(HeadEstimator):
     def __init__(
         self,
         model_dir: str | os.PathLike[str] | None = None,
-        linear_feature_columns: Any = None,
+        linear_feature_columns: Columns = None,
         linear_optimizer: Optimizer = "Ftrl",
-        dnn_feature_columns: Any = None,
+        dnn_feature_columns: Columns = None,
         dnn_optimizer: Optimizer = "Adagrad",
         dnn_hidden_units: Sequence[int] | None = None,
-        dnn_activation_fn: Any = "relu",
+        dnn_activation_fn: Activation = "relu",
         dnn_dropout: float | None = None,
         n_classes: int = 2,
-        weight_column: Any = None,
+        weight_column: WeightColumn = None,
         label_vocabulary: Sequence[str] | None = None,
         config: RunConfig | None = None,
         warm_start_from: str | WarmStartSettings | None = None,
@@ -108,15 +108,15 @@ class DNNLinearCombinedRegressor(HeadEstimator):
     def __init__(
         self,
         model_dir: str | os.PathLike[str] | None = None,
-        linear_feature_columns: Any = None,
+        linear_feature_columns: Columns = None,
         linear_optimizer: Optimizer = "Ftrl",
-        dnn_feature_columns: Any = None,
+        dnn_feature_columns: Columns = None,
         dnn_optimizer: Optimizer = "Adagrad",
         dnn_hidden_units: Sequence[int] | None = None,
-        dnn_activation_fn: Any = "relu",
+        dnn_activation_fn: Activation = "relu",
         dnn_dropout: float | None = None,
         label_dimension: int = 1,
-        weight_column: Any = None,
+        weight_column: WeightColumn = None,
         config: RunConfig | None = None,
         warm_start_from: str | WarmStartSettings | None = None,
         loss_reduction: str = "sum_over_batch_size",
@@ -167,12 +167,12 @@ class DNNLinearCombinedEstimator(HeadEstimator):
         self,
         head: Head,
         model_dir: str | os.PathLike[str] | None = None,
-        linear_feature_columns: Any = None,
+        linear_feature_columns: Columns = None,
         linear_optimizer: Optimizer = "Ftrl",
-        dnn_feature_columns: Any = None,
+        dnn_feature_columns: Columns = None,
         dnn_optimizer: Optimizer = "Adagrad",
         dnn_hidden_units: Sequence[int] | None = None,
-        dnn_activation_fn: Any = "relu",
+        dnn_activation_fn: Activation = "relu",
         dnn_dropout: float | None = None,
         config: RunConfig | None = None,
         batch_norm: bool = False,

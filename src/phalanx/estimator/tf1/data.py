@@ -7,8 +7,10 @@ from typing import Any, final
 
 import jax
 import numpy as np
+from jax.typing import ArrayLike
 
 from phalanx.errors import InvalidArgumentError, MissingDependencyError, arguments, shown
+from phalanx.typing import PyTree
 
 AUTOTUNE = -1
 _MOST_IN_MEMORY = 2**20
@@ -35,7 +37,7 @@ class Dataset:
         self._dataset = dataset
 
     @staticmethod
-    def from_tensor_slices(tensors: Any, name: str | None = None) -> "Dataset":
+    def from_tensor_slices(tensors: PyTree, name: str | None = None) -> "Dataset":
         """Returns the rows of arrays: a nest of arrays and lists (rows, ...).
 
         Raises:
@@ -50,7 +52,7 @@ class Dataset:
         return Dataset(_source(_Rows(arrays, sizes.pop())))
 
     @staticmethod
-    def from_tensors(tensors: Any, name: str | None = None) -> "Dataset":
+    def from_tensors(tensors: PyTree, name: str | None = None) -> "Dataset":
         """Returns a dataset of one element."""
         return Dataset(_source([jax.tree.map(_array, tensors, is_leaf=lambda x: isinstance(x, list))]))
 
@@ -146,17 +148,17 @@ class experimental:  # noqa: N801  (as in TensorFlow)
 class _Rows:
     """Random access to the rows of arrays."""
 
-    def __init__(self, arrays: Any, size: int) -> None:
+    def __init__(self, arrays: PyTree, size: int) -> None:
         self._arrays, self._size = arrays, size
 
     def __len__(self) -> int:
         return self._size
 
-    def __getitem__(self, index: int) -> Any:
+    def __getitem__(self, index: int) -> PyTree:
         return jax.tree.map(lambda x: x[index], self._arrays)
 
 
-def _array(x: Any) -> np.ndarray:
+def _array(x: ArrayLike) -> np.ndarray:
     array = np.asarray(x)
     # TensorFlow's floats are single, unless a program says otherwise.
     return array.astype(np.float32) if array.dtype == np.float64 and isinstance(x, list) else array

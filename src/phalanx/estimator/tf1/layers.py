@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Layers of `tf.compat.v1.layers`: the classes of Keras, and functions that create and apply one."""
 
-from typing import Any
-
+import jax
 import keras
+from jax.typing import ArrayLike
 from keras.layers import (
     AveragePooling1D,
     AveragePooling2D,
@@ -21,36 +21,41 @@ from keras.layers import (
 )
 
 
-def dense(inputs: Any, units: int, activation: Any = None, **options: Any) -> Any:
+def dense(inputs: ArrayLike, units: int, activation: object = None, **options: object) -> jax.Array:
     """Applies a new `keras.layers.Dense`. Call it in a model function."""
-    return keras.layers.Dense(units, activation=activation, **options)(inputs)
+    return _applied(keras.layers.Dense(units, activation=activation, **options), inputs)
 
 
-def conv2d(inputs: Any, filters: int, kernel_size: Any, **options: Any) -> Any:
+def conv2d(inputs: ArrayLike, filters: int, kernel_size: object, **options: object) -> jax.Array:
     """Applies a new `keras.layers.Conv2D`. Call it in a model function."""
-    return keras.layers.Conv2D(filters, kernel_size, **options)(inputs)
+    return _applied(keras.layers.Conv2D(filters, kernel_size, **options), inputs)
 
 
-def max_pooling2d(inputs: Any, pool_size: Any, strides: Any, **options: Any) -> Any:
+def max_pooling2d(inputs: ArrayLike, pool_size: object, strides: object, **options: object) -> jax.Array:
     """Applies `keras.layers.MaxPooling2D`. Call it in a model function."""
-    return keras.layers.MaxPooling2D(pool_size, strides, **options)(inputs)
+    return _applied(keras.layers.MaxPooling2D(pool_size, strides, **options), inputs)
 
 
-def average_pooling2d(inputs: Any, pool_size: Any, strides: Any, **options: Any) -> Any:
+def average_pooling2d(inputs: ArrayLike, pool_size: object, strides: object, **options: object) -> jax.Array:
     """Applies `keras.layers.AveragePooling2D`. Call it in a model function."""
-    return keras.layers.AveragePooling2D(pool_size, strides, **options)(inputs)
+    return _applied(keras.layers.AveragePooling2D(pool_size, strides, **options), inputs)
 
 
-def batch_normalization(inputs: Any, training: bool = False, **options: Any) -> Any:
+def batch_normalization(inputs: ArrayLike, training: bool = False, **options: object) -> jax.Array:
     """Applies a new `keras.layers.BatchNormalization`. Call it in a model function."""
-    return keras.layers.BatchNormalization(**options)(inputs, training=training)
+    return _applied(keras.layers.BatchNormalization(**options), inputs, training=training)
 
 
-def dropout(inputs: Any, rate: float = 0.5, training: bool = False, **options: Any) -> Any:
+def dropout(inputs: ArrayLike, rate: float = 0.5, training: bool = False, **options: object) -> jax.Array:
     """Applies a new `keras.layers.Dropout`. Call it in a model function."""
-    return keras.layers.Dropout(rate, **options)(inputs, training=training)
+    return _applied(keras.layers.Dropout(rate, **options), inputs, training=training)
 
 
-def flatten(inputs: Any) -> Any:
+def flatten(inputs: ArrayLike) -> jax.Array:
     """Applies `keras.layers.Flatten`. Call it in a model function."""
-    return keras.layers.Flatten()(inputs)
+    return _applied(keras.layers.Flatten(), inputs)
+
+
+def _applied(layer: keras.layers.Layer, inputs: ArrayLike, **options: bool) -> jax.Array:
+    outputs: jax.Array = layer(inputs, **options)
+    return outputs

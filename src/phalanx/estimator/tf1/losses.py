@@ -2,11 +2,12 @@
 """Losses of `tf.compat.v1.losses`: means over the rows of a replica."""
 
 from collections.abc import Callable
-from typing import Any, final
+from typing import final
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 
 from phalanx.errors import InvalidArgumentError, shown
 from phalanx.estimator.heads.losses import reduced
@@ -34,7 +35,13 @@ _NAMES = {
 }
 
 
-def _loss(fn: Callable[[Any, Any], Any], labels: Any, predictions: Any, weights: Any, reduction: str) -> Any:
+def _loss(
+    fn: Callable[[jax.Array, jax.Array], jax.Array],
+    labels: ArrayLike,
+    predictions: ArrayLike,
+    weights: float,
+    reduction: str,
+) -> jax.Array:
     if not isinstance(weights, (int, float, np.number)):
         raise InvalidArgumentError(
             f"weights={shown(weights)}",
@@ -49,22 +56,25 @@ def _loss(fn: Callable[[Any, Any], Any], labels: Any, predictions: Any, weights:
 
 
 def mean_squared_error(
-    labels: Any, predictions: Any, weights: float = 1.0, reduction: str = Reduction.SUM_BY_NONZERO_WEIGHTS
-) -> Any:
+    labels: ArrayLike, predictions: ArrayLike, weights: float = 1.0, reduction: str = Reduction.SUM_BY_NONZERO_WEIGHTS
+) -> jax.Array:
     """Returns the mean squared error. Call it in a model function. Source: tf.compat.v1.losses.mean_squared_error."""
     return _loss(lambda y, p: jnp.square(p - y), labels, predictions, weights, reduction)
 
 
 def absolute_difference(
-    labels: Any, predictions: Any, weights: float = 1.0, reduction: str = Reduction.SUM_BY_NONZERO_WEIGHTS
-) -> Any:
+    labels: ArrayLike, predictions: ArrayLike, weights: float = 1.0, reduction: str = Reduction.SUM_BY_NONZERO_WEIGHTS
+) -> jax.Array:
     """Returns the mean absolute error. Call it in a model function. Source: tf.compat.v1.losses.absolute_difference."""
     return _loss(lambda y, p: jnp.abs(p - y), labels, predictions, weights, reduction)
 
 
 def sigmoid_cross_entropy(
-    multi_class_labels: Any, logits: Any, weights: float = 1.0, reduction: str = Reduction.SUM_BY_NONZERO_WEIGHTS
-) -> Any:
+    multi_class_labels: ArrayLike,
+    logits: ArrayLike,
+    weights: float = 1.0,
+    reduction: str = Reduction.SUM_BY_NONZERO_WEIGHTS,
+) -> jax.Array:
     """Returns the mean cross-entropy of independent classes. Call it in a model function.
 
     Source: tf.compat.v1.losses.sigmoid_cross_entropy.
@@ -73,8 +83,8 @@ def sigmoid_cross_entropy(
 
 
 def softmax_cross_entropy(
-    onehot_labels: Any, logits: Any, weights: float = 1.0, reduction: str = Reduction.SUM_BY_NONZERO_WEIGHTS
-) -> Any:
+    onehot_labels: ArrayLike, logits: ArrayLike, weights: float = 1.0, reduction: str = Reduction.SUM_BY_NONZERO_WEIGHTS
+) -> jax.Array:
     """Returns the mean cross-entropy of classes. Call it in a model function.
 
     Source: tf.compat.v1.losses.softmax_cross_entropy.
@@ -83,12 +93,12 @@ def softmax_cross_entropy(
 
 
 def sparse_softmax_cross_entropy(
-    labels: Any, logits: Any, weights: float = 1.0, reduction: str = Reduction.SUM_BY_NONZERO_WEIGHTS
-) -> Any:
+    labels: ArrayLike, logits: ArrayLike, weights: float = 1.0, reduction: str = Reduction.SUM_BY_NONZERO_WEIGHTS
+) -> jax.Array:
     """Returns the mean cross-entropy of numbers of classes. Call it in a model function.
 
     Source: tf.compat.v1.losses.sparse_softmax_cross_entropy.
     """
     ids = jnp.asarray(labels)
     ids = ids[..., 0] if ids.ndim == jnp.ndim(logits) else ids
-    return softmax_cross_entropy(jax.nn.one_hot(ids, logits.shape[-1]), logits, weights, reduction)
+    return softmax_cross_entropy(jax.nn.one_hot(ids, jnp.shape(logits)[-1]), logits, weights, reduction)

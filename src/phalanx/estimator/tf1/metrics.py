@@ -4,22 +4,25 @@
 Each returns a pair like that of TensorFlow 1. Both parts are the value so far.
 """
 
-from typing import Any
-
 import jax.numpy as jnp
 import keras
+from jax.typing import ArrayLike
 
 from phalanx.estimator.heads.base import column
 from phalanx.estimator.loop.spec import UpdatedMetric
 
 
-def _updated(metric: keras.metrics.Metric, labels: Any, predictions: Any, weights: Any) -> UpdatedMetric:
+def _updated(
+    metric: keras.metrics.Metric, labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None
+) -> UpdatedMetric:
     # Keras takes the mean over the last dim, which must not be that of the rows.
     metric.update_state(column(labels), column(predictions), sample_weight=weights)
     return UpdatedMetric(metric)
 
 
-def accuracy(labels: Any, predictions: Any, weights: Any = None, name: str | None = None) -> UpdatedMetric:
+def accuracy(
+    labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None, name: str | None = None
+) -> UpdatedMetric:
     """Returns how often predictions equal labels. Source: tf.compat.v1.metrics.accuracy."""
     labels, predictions = jnp.asarray(labels), jnp.asarray(predictions)
     return _updated(
@@ -28,9 +31,9 @@ def accuracy(labels: Any, predictions: Any, weights: Any = None, name: str | Non
 
 
 def auc(
-    labels: Any,
-    predictions: Any,
-    weights: Any = None,
+    labels: ArrayLike,
+    predictions: ArrayLike,
+    weights: ArrayLike | None = None,
     num_thresholds: int = 200,
     curve: str = "ROC",
     name: str | None = None,
@@ -40,36 +43,44 @@ def auc(
     return _updated(metric, labels, predictions, weights)
 
 
-def mean(values: Any, weights: Any = None, name: str | None = None) -> UpdatedMetric:
+def mean(values: ArrayLike, weights: ArrayLike | None = None, name: str | None = None) -> UpdatedMetric:
     """Returns the mean of values. Source: tf.compat.v1.metrics.mean."""
     metric = keras.metrics.Mean(name=name or "mean")
     metric.update_state(values, sample_weight=weights)
     return UpdatedMetric(metric)
 
 
-def mean_absolute_error(labels: Any, predictions: Any, weights: Any = None, name: str | None = None) -> UpdatedMetric:
+def mean_absolute_error(
+    labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None, name: str | None = None
+) -> UpdatedMetric:
     """Returns the mean absolute error. Source: tf.compat.v1.metrics.mean_absolute_error."""
     return _updated(keras.metrics.MeanAbsoluteError(name=name or "mean_absolute_error"), labels, predictions, weights)
 
 
-def mean_squared_error(labels: Any, predictions: Any, weights: Any = None, name: str | None = None) -> UpdatedMetric:
+def mean_squared_error(
+    labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None, name: str | None = None
+) -> UpdatedMetric:
     """Returns the mean squared error. Source: tf.compat.v1.metrics.mean_squared_error."""
     return _updated(keras.metrics.MeanSquaredError(name=name or "mean_squared_error"), labels, predictions, weights)
 
 
 def root_mean_squared_error(
-    labels: Any, predictions: Any, weights: Any = None, name: str | None = None
+    labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None, name: str | None = None
 ) -> UpdatedMetric:
     """Returns the root of the mean squared error. Source: tf.compat.v1.metrics.root_mean_squared_error."""
     metric = keras.metrics.RootMeanSquaredError(name=name or "root_mean_squared_error")
     return _updated(metric, labels, predictions, weights)
 
 
-def precision(labels: Any, predictions: Any, weights: Any = None, name: str | None = None) -> UpdatedMetric:
+def precision(
+    labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None, name: str | None = None
+) -> UpdatedMetric:
     """Returns the precision. Source: tf.compat.v1.metrics.precision."""
     return _updated(keras.metrics.Precision(name=name or "precision"), labels, predictions, weights)
 
 
-def recall(labels: Any, predictions: Any, weights: Any = None, name: str | None = None) -> UpdatedMetric:
+def recall(
+    labels: ArrayLike, predictions: ArrayLike, weights: ArrayLike | None = None, name: str | None = None
+) -> UpdatedMetric:
     """Returns the recall. Source: tf.compat.v1.metrics.recall."""
     return _updated(keras.metrics.Recall(name=name or "recall"), labels, predictions, weights)

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of `tf.compat.v1.tpu` that model functions of a `TPUEstimator` use."""
 
-from typing import Any
+from typing import TypeVar
 
 from phalanx.errors import InvalidArgumentError, shown
 from phalanx.estimator.tf1.losses import Reduction
 
+T = TypeVar("T")
 
-def CrossShardOptimizer(opt: Any, reduction: str = Reduction.MEAN, group_assignment: None = None) -> Any:
+
+def CrossShardOptimizer(opt: T, reduction: str = Reduction.MEAN, group_assignment: None = None) -> T:
     """Returns the optimizer itself, because a strategy averages gradients over its replicas. May be called in any context.
 
     Args:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Optimizers, hooks and checkpoints of `tf.compat.v1.train`."""
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
 
+import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
+from jax.typing import ArrayLike
 
 from phalanx.errors import InvalidArgumentError, shown
 from phalanx.estimator.hooks.basic import LoggingTensorHook, NanTensorHook, StepCounterHook, StopAtStepHook
@@ -26,6 +28,12 @@ from phalanx.train import (
     load_variable,
 )
 
+Count: TypeAlias = ArrayLike | keras.Variable
+"""A number of steps."""
+
+Rate: TypeAlias = ArrayLike | Callable[[], ArrayLike]
+"""A learning rate, or a function that returns it."""
+
 
 class Optimizer:
     """An optimizer of TensorFlow 1. Each model function creates its optimizer of Keras from it.
@@ -40,7 +48,7 @@ class Optimizer:
     Source: tf.compat.v1.train.Optimizer.
     """
 
-    def __init__(self, kind: Callable[..., keras.optimizers.Optimizer], learning_rate: Any) -> None:
+    def __init__(self, kind: Callable[..., keras.optimizers.Optimizer], learning_rate: Rate) -> None:
         if not (
             isinstance(learning_rate, (int, float, np.number))
             or callable(learning_rate)
@@ -59,19 +67,21 @@ class Optimizer:
         return self._kind(learning_rate=rate if callable(rate) else lambda: jnp.asarray(rate, jnp.float32))
 
     def minimize(
-        self, loss: Any, global_step: Any = None, var_list: Sequence[keras.Variable] | None = None, **_: Any
+        self, loss: jax.Array, global_step: object = None, var_list: Sequence[keras.Variable] | None = None, **_: object
     ) -> Callable[[], None]:
         """Returns the `train_op` that minimizes a loss. See `phalanx.estimator.minimize`."""
         return minimize(self.create(), loss, var_list)
 
     def compute_gradients(
-        self, loss: Any, var_list: Sequence[keras.Variable] | None = None
+        self, loss: jax.Array, var_list: Sequence[keras.Variable] | None = None
     ) -> list[tuple[Any, keras.Variable]]:
         """Returns pairs of gradients and variables. Call it in a model function, in mode TRAIN."""
         self._made = self.create()
         return gradients_of(self._made, loss, var_list)
 
-    def apply_gradients(self, grads_and_vars: Any, global_step: Any = None) -> Callable[[], None]:
+    def apply_gradients(
+        self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: object = None
+    ) -> Callable[[], None]:
         """Returns the `train_op` that applies gradients of `compute_gradients`. Call it in a model function."""
         require_graph("optimizer.apply_gradients")
         made, self._made, pairs = self._made, None, list(grads_and_vars)
@@ -83,14 +93,14 @@ class Optimizer:
 class GradientDescentOptimizer(Optimizer):
     """Gradient descent. Source: tf.compat.v1.train.GradientDescentOptimizer."""
 
-    def __init__(self, learning_rate: Any) -> None:
+    def __init__(self, learning_rate: Rate) -> None:
         super().__init__(keras.optimizers.SGD, learning_rate)
 
 
 class MomentumOptimizer(Optimizer):
     """Gradient descent with momentum. Source: tf.compat.v1.train.MomentumOptimizer."""
 
-    def __init__(self, learning_rate: Any, momentum: float, use_nesterov: bool = False) -> None:
+    def __init__(self, learning_rate: Rate, momentum: float, use_nesterov: bool = False) -> None:
         super().__init__(
             lambda learning_rate: keras.optimizers.SGD(learning_rate, momentum, use_nesterov), learning_rate
         )
@@ -100,7 +110,7 @@ class AdamOptimizer(Optimizer):
     """Adam. Source: tf.compat.v1.train.AdamOptimizer."""
 
     def __init__(
-        self, learning_rate: Any = 0.001, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8
+        self, learning_rate: Rate = 0.001, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8
     ) -> None:
         super().__init__(
             lambda learning_rate: keras.optimizers.Adam(learning_rate, beta1, beta2, epsilon), learning_rate
@@ -110,7 +120,7 @@ class AdamOptimizer(Optimizer):
 class AdagradOptimizer(Optimizer):
     """Adagrad. Source: tf.compat.v1.train.AdagradOptimizer."""
 
-    def __init__(self, learning_rate: Any, initial_accumulator_value: float = 0.1) -> None:
+    def __init__(self, learning_rate: Rate, initial_accumulator_value: float = 0.1) -> None:
         super().__init__(
             lambda learning_rate: keras.optimizers.Adagrad(learning_rate, initial_accumulator_value, epsilon=0.0),
             learning_rate,
@@ -122,7 +132,7 @@ class RMSPropOptimizer(Optimizer):
 
     def __init__(
         self,
-        learning_rate: Any,
+        learning_rate: Rate,
         decay: float = 0.9,
         momentum: float = 0.0,
         epsilon: float = 1e-10,
@@ -139,7 +149,7 @@ class FtrlOptimizer(Optimizer):
 
     def __init__(
         self,
-        learning_rate: Any,
+        learning_rate: Rate,
         learning_rate_power: float = -0.5,
         initial_accumulator_value: float = 0.1,
         l1_regularization_strength: float = 0.0,
@@ -157,13 +167,13 @@ class FtrlOptimizer(Optimizer):
         )
 
 
-def _steps(global_step: Any) -> Any:
+def _steps(global_step: Count) -> jax.Array:
     return jnp.asarray(global_step.value if isinstance(global_step, keras.Variable) else global_step, jnp.float32)
 
 
 def exponential_decay(
-    learning_rate: float, global_step: Any, decay_steps: int, decay_rate: float, staircase: bool = False
-) -> Any:
+    learning_rate: float, global_step: Count, decay_steps: int, decay_rate: float, staircase: bool = False
+) -> jax.Array:
     """Returns a learning rate that decays exponentially. Call it in a model function.
 
     Source: tf.compat.v1.train.exponential_decay.
@@ -174,11 +184,11 @@ def exponential_decay(
 
 def polynomial_decay(
     learning_rate: float,
-    global_step: Any,
+    global_step: Count,
     decay_steps: int,
     end_learning_rate: float = 0.0001,
     power: float = 1.0,
-) -> Any:
+) -> jax.Array:
     """Returns a learning rate that decays to `end_learning_rate`. Call it in a model function.
 
     Source: tf.compat.v1.train.polynomial_decay.
