@@ -23,6 +23,7 @@ def parameters_of(model_fn: Callable[..., Any], params: object) -> set[str]:
       InvalidArgumentError: a parameter is unknown or missing.
     """
     names = [p.name for p in inspect.signature(model_fn).parameters.values()]
+    # A misspelt parameter would otherwise get no value, and fail when the model function is called.
     unknown = [name for name in names if name not in _PARAMETERS]
     needed = ["features", *(["params"] if params is not None else [])]
     missing = [name for name in needed if name not in names]
@@ -44,6 +45,7 @@ def model_dir_of(model_dir: object, config: RunConfig) -> str:
     """
     if model_dir is not None:
         path = arguments.path("model_dir", model_dir)
+        # Both may be given if they agree, as in tf.estimator, where scripts pass the flag to both.
         if config.model_dir is not None and str(config.model_dir) != path:
             raise InvalidArgumentError(
                 f"model_dir={path!r}", f"the config has model_dir={str(config.model_dir)!r}.", "only one of them"
@@ -57,6 +59,7 @@ def model_dir_of(model_dir: object, config: RunConfig) -> str:
             "all processes need the same folder.",
             'model_dir="shared/model"',
         )
+    # Not deleted at the end: the user may still want the model. tf.estimator keeps it and warns, too.
     folder = tempfile.mkdtemp()
     _log.warning("Using a temporary folder as model directory: %s", folder)
     return folder

@@ -34,6 +34,7 @@ class TaskType:
     EVALUATOR = "evaluator"
 
 
+# RunConfig in run_config.py of tf.estimator: ten minutes, unless the user gives an interval.
 _DEFAULT_SECS = 600
 _REFUSED = {
     "session_config": ("a program of JAX has no session.", "leave session_config out"),
@@ -47,6 +48,7 @@ _REFUSED = {
 def refuse_options(call: str, options: Any, refused: Mapping[str, tuple[str, str]]) -> None:
     """Refuses options that do not have their defaults."""
     for name, default in ((f.name, f.default) for f in fields(options) if f.name in refused):
+        # Only other values than the default are refused, so that a program which spells out the defaults runs.
         value = getattr(options, name)
         if value != default:
             raise InvalidArgumentError(f"{call}({name}={shown(value)})", *refused[name])
@@ -113,6 +115,8 @@ class RunConfig:
             object.__setattr__(self, "model_dir", arguments.path("model_dir", self.model_dir))
             if not self.model_dir:
                 raise InvalidArgumentError("model_dir=''", "must be the name of a folder.", 'model_dir="model"')
+        # 0 would be "never" for summaries and logs, but a training without
+        # checkpoints cannot be evaluated or continued.
         _check_count("save_checkpoints_steps", self.save_checkpoints_steps, least=1)
         for name in ("save_summary_steps", "log_step_count_steps", "keep_checkpoint_max"):
             _check_count(name, getattr(self, name), least=0)
@@ -123,6 +127,7 @@ class RunConfig:
                 raise InvalidArgumentError(
                     f"{name}={shown(getattr(self, name))}", "must be a strategy.", f"{name}=phalanx.MirroredStrategy()"
                 )
+        # Its servers hold the variables of the training. An evaluation reads a checkpoint instead.
         if isinstance(self.eval_distribute, ParameterServerStrategy):
             raise InvalidArgumentError(
                 "eval_distribute=ParameterServerStrategy(...)",
@@ -168,7 +173,9 @@ class RunConfig:
     def cluster_spec(self) -> ClusterSpec:
         """The tasks that train, without the evaluator. Empty without a cluster, and in the evaluator."""
         if self.task_type == TaskType.EVALUATOR:
+            # The evaluator is outside of the cluster in tf.estimator: it does not train, and nobody waits for it.
             return ClusterSpec({})
+        # Read at each access: in tests and in notebooks, TF_CONFIG changes after the module was imported.
         return TFConfigClusterResolver().cluster_spec()
 
     @property
@@ -184,6 +191,7 @@ class RunConfig:
     @property
     def is_chief(self) -> bool:
         """Whether this task saves checkpoints and summaries of the training."""
+        # "master" is the name of the chief in TF_CONFIG of Cloud ML Engine. tf.estimator knows both.
         if self.task_type in (TaskType.CHIEF, TaskType.MASTER):
             return True
         has_chief = {TaskType.CHIEF, TaskType.MASTER} & set(self.cluster_spec.jobs)
@@ -196,6 +204,7 @@ class RunConfig:
             return 0
         spec = self.cluster_spec
         jobs = (TaskType.CHIEF, TaskType.MASTER, TaskType.WORKER)
+        # At least 1: without a cluster, this process is the worker.
         return sum(spec.num_tasks(job) for job in jobs if job in spec.jobs) or 1
 
     @property

@@ -44,9 +44,11 @@ class EarlyStoppingHook(SessionRunHook):
     @override
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
         """Calls the function if it is time."""
+        # Called between two steps on all processes at the same step, so that they can agree.
         step = run_context.session.step
         if self._timer.should_trigger_for_step(step):
             self._timer.update_last_triggered_step(step)
+            # Only the chief calls the function: it may read files that other hosts do not see.
             if agreed_by_chief(self._should_stop):
                 _log.info("Early stopping at step %d.", step)
                 run_context.request_stop()

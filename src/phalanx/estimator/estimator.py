@@ -26,8 +26,8 @@ from phalanx.estimator.loop import batches
 from phalanx.estimator.loop.graph import GLOBAL_STEP, Graph
 from phalanx.estimator.loop.loop import AbstractSteps, GraphSession, ScheduledSteps, SynchronousSteps, run_loop
 from phalanx.estimator.loop.predictions import chosen, rows_of
-from phalanx.estimator.loop.recorder import Recorder
-from phalanx.estimator.loop.saver import names_in, restore
+from phalanx.estimator.loop.recorder import Recorder, write_results
+from phalanx.estimator.loop.saver import names_in, restore, step_in
 from phalanx.estimator.loop.session import SessionRunHook, checked_hooks
 from phalanx.estimator.loop.spec import EstimatorSpec, ModeKeys
 from phalanx.estimator.loop.warm_start import WarmStartSettings
@@ -91,16 +91,23 @@ class Estimator:
         )
         if params is not None and not isinstance(params, Mapping):
             raise InvalidArgumentError(f"params={shown(params)}", "must be a dict.", 'params={"units": 10}')
+        # Checked here, since the model function is called much later, in `train`, and then in the middle of a trace.
         self._parameters = parameters_of(model_fn, params)
         self._model_fn, self._params = model_fn, dict(params or {})
         self._config = config.replace(model_dir=model_dir_of(model_dir, config))
+        # Set by the ready-made models, whose heads turn text labels into numbers and back. A model_fn has numbers only.
         self._labels_fn: Callable[[PyTree], PyTree] | None = None
         self._predictions_fn: Callable[[dict[str, Any]], dict[str, Any]] | None = None
         self._classes: list[str] | None = None
         self._first_values: Callable[[Graph], None] | None = None
         self._warm_start = settings_of(warm_start_from)
+        # Columns in `params` are found without the user's help: their text
+        # must be numbers before a device sees a batch.
         self._columns = batches.columns_in(self._params)
+        # Once per Estimator and not per call: to create a strategy may mean to connect to a cluster.
         self._train_strategy = config.train_distribute or default_strategy(config)
+        # One graph per mode, kept between calls: `train_and_evaluate` would
+        # otherwise compile again for each evaluation.
         self._graphs: dict[str, Graph] = {}
         self._writers: dict[str, SummaryWriter] = {}
 
@@ -117,6 +124,7 @@ class Estimator:
     @property
     def params(self) -> dict[str, Any]:
         """A copy of the dict that the model function receives."""
+        # A deep copy, as in tf.estimator: model functions change their params, and the next mode must not see it.
         return copy.deepcopy(self._params)
 
     @property
@@ -167,9 +175,13 @@ class Estimator:
         batches.require_steps("steps", steps)
         batches.require_steps("max_steps", max_steps)
         path = self.latest_checkpoint()
-        if max_steps is not None and (done := _step_in(path)) >= max_steps:
+        # Read from the file, before a graph is built: a training that has ended
+        # already costs nothing when a job restarts.
+        if max_steps is not None and (done := step_in(path)) >= max_steps:
             _log.info("Skipping training, because the latest checkpoint has %d steps.", done)
             return self
+        # `steps` counts from this call and `max_steps` over all calls. A hook does
+        # both, so that the loop needs no case for them.
         stops = [StopAtStepHook(steps, max_steps)] if steps or max_steps else []
         graph = self._graph(ModeKeys.TRAIN, path)
         with graph.as_default():
@@ -177,6 +189,7 @@ class Estimator:
             writes = self._config.save_summary_steps or self._config.log_step_count_steps
             writer = self._writer(self.model_dir) if writes else None
             recorder = Recorder(writer, self._config.save_summary_steps, graph)
+            # The trace must see whether summaries are on, because recording them is a part of the program.
             with recorder.step(0):
                 session.prepare()
             all_hooks = train_hooks(self._config, graph, writer, listeners, [*user_hooks, *stops])
@@ -219,22 +232,21 @@ class Estimator:
         user_hooks = checked_hooks("hooks", hooks)
         path = self._checkpoint(checkpoint_path)
         graph = self._graph(ModeKeys.EVAL, path)
-        losses = []
         with graph.as_default():
             session = GraphSession(graph, self._steps_of(graph, input_fn))
             session.prepare()
             for metric in graph.trace.metrics.values():
+                # The graph is kept between evaluations, and with it the metrics.
                 metric.reset_state()
             all_hooks = [*user_hooks, *(graph.spec.evaluation_hooks or ())]
             self._begin(graph, session, all_hooks, path)
-            for outputs in run_loop(session, all_hooks, steps):
-                losses.append(outputs[0])
+            for _ in run_loop(session, all_hooks, steps):
+                pass
             values = {key: np.asarray(metric.result()) for key, metric in graph.trace.metrics.items()}
             # Of a dict of metrics, each has a name of its own.
             results: dict[str, Any] = {key: value[()] for key, value in values.items()}
-            results.setdefault("loss", np.mean(np.asarray(losses), dtype=np.float32))
             results[GLOBAL_STEP] = np.int64(graph.global_step)
-        self._write_results(results, name, path)
+        write_results(self._writer(self.eval_dir(name)), results, path)
         return results
 
     def predict(
@@ -263,6 +275,7 @@ class Estimator:
           CheckpointMismatchError: the checkpoint does not fit the model function.
         """
         batches.check_input_fn(input_fn)
+        # Checked here and not in the generator: it runs only when the caller asks for the first row.
         arguments.flag("yield_single_examples", yield_single_examples)
         user_hooks = checked_hooks("hooks", hooks)
         path = self._checkpoint(checkpoint_path)
@@ -351,6 +364,7 @@ class Estimator:
         Args:
           model_fn: function with the parameters `features`, `labels`, `mode` and `config`.
         """
+        # An Estimator and not type(self): a subclass has a constructor with other arguments.
         other = Estimator(model_fn, config=self._config, warm_start_from=self._warm_start)
         other._columns, other._labels_fn = self._columns, self._labels_fn
         other._predictions_fn, other._classes = self._predictions_fn, self._classes
@@ -362,6 +376,8 @@ class Estimator:
         return self.params
 
     def _call_model_fn(self, features: PyTree, labels: PyTree, mode: str) -> EstimatorSpec:
+        # A model function without labels would train on nothing that the user
+        # has labelled. tf.estimator refuses it, too.
         if labels is not None and "labels" not in self._parameters:
             raise InvalidArgumentError(
                 "a model_fn without the parameter labels",
@@ -374,6 +390,7 @@ class Estimator:
     def _graph(self, mode: str, path: str | None) -> Graph:
         """Returns the graph of a mode. Without a checkpoint, a new one."""
         known = self._graphs.get(mode)
+        # Without a checkpoint, variables must get their initial values again, so the old graph cannot be used.
         if known is not None and path is not None:
             return known
         strategies: dict[str, Strategy | None] = {
@@ -407,6 +424,7 @@ class Estimator:
         if path is not None:
             restore(graph, path)
         else:
+            # In this order: weights of a Keras model first, then what a warm start replaces.
             for give_values in (self._first_values, self._warm_start and self._warm_start.warm_start):
                 if give_values is not None:
                     give_values(graph)
@@ -424,6 +442,7 @@ class Estimator:
         graph = self._graph(ModeKeys.PREDICT, path)
         with graph.as_default():
             dataset = self._dataset_fn(input_fn, graph.mode)(InputContext())
+            # Labels are dropped: the program of the predictions has no input for them.
             steps = SynchronousSteps(graph, ((features, None) for features, _ in dataset))
             if steps.is_empty:
                 return
@@ -444,20 +463,8 @@ class Estimator:
             )
             yield from rows_of(predictions) if is_single else [predictions]
 
-    def _write_results(self, results: Mapping[str, Any], name: str | None, path: str | None) -> None:
-        step = int(results[GLOBAL_STEP])
-        _log.info(
-            "Evaluation of step %d: %s", step, {key: value for key, value in results.items() if key != GLOBAL_STEP}
-        )
-        writer = self._writer(self.eval_dir(name))
-        with writer.as_default(step):
-            for key, value in results.items():
-                if key != GLOBAL_STEP and np.ndim(value) == 0:
-                    summary.scalar(key, float(value))
-            if path is not None:
-                summary.text("checkpoint_path", path)
-
     def _writer(self, folder: str) -> SummaryWriter:
+        # One event file per folder and Estimator: a file per evaluation would make TensorBoard slow.
         if folder not in self._writers:
             self._writers[folder] = summary.create_file_writer(folder)
         return self._writers[folder]
@@ -486,9 +493,3 @@ class Estimator:
                 "this process does not train.",
                 "estimator.train_and_evaluate(model, train_spec, eval_spec) in all processes",
             )
-
-
-def _step_in(path: str | None) -> int:
-    """Returns the number of steps in a checkpoint, or 0."""
-    reader = None if path is None else load_checkpoint(path)
-    return int(reader.get_tensor(GLOBAL_STEP)) if reader is not None and reader.has_tensor(GLOBAL_STEP) else 0

@@ -45,10 +45,13 @@ class ServingInputReceiver:
 
     def __post_init__(self) -> None:
         leaves = jax.tree.leaves(self.features)
+        # The first dim is the rows, which become symbolic. A scalar has none to make symbolic.
         if not leaves or not all(np.ndim(x) for x in leaves):
             raise InvalidArgumentError(
                 f"features={shown(self.features)}", "must be arrays with rows.", '{"x": np.zeros((1, 4), "float32")}'
             )
+        # TensorFlow parses receiver_tensors into features. Equal ones need no
+        # parsing, and many programs pass the features twice.
         if self.receiver_tensors is not None and _specs(self.receiver_tensors) != _specs(self.features):
             raise InvalidArgumentError(
                 f"receiver_tensors={shown(self.receiver_tensors)}",
@@ -90,6 +93,7 @@ def build_raw_serving_input_receiver_fn(
     """
     if not isinstance(features, Mapping):
         raise InvalidArgumentError(f"features={shown(features)}", "must be a dict of arrays.", '{"x": x[:1]}')
+    # A scalar stands for (rows,): the example of one row that users have at hand.
     return lambda: ServingInputReceiver({name: np.atleast_1d(x) for name, x in features.items()})
 
 
@@ -123,6 +127,7 @@ def build_parsing_serving_input_receiver_fn(
             "must be a dict of shapes and dtypes.",
             '{"x": jax.ShapeDtypeStruct((4,), "float32")}',
         )
+    # One row of zeros or of empty text: only the shapes and dtypes count.
     examples = {
         name: np.full((1, *spec.shape), "", object) if is_text(spec.dtype) else np.zeros((1, *spec.shape), spec.dtype)
         for name, spec in feature_spec.items()
@@ -132,6 +137,7 @@ def build_parsing_serving_input_receiver_fn(
 
 def is_text(dtype: DTypeLike) -> bool:
     """Returns whether arrays of a dtype contain text, which no device holds."""
+    # O: pandas and NumPy hold text of any length as objects.
     return np.dtype(dtype).kind in "OSU"
 
 

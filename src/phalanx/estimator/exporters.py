@@ -238,6 +238,7 @@ class BestExporter(_SavedModelExporter):
         assert serving_input_receiver_fn is not None
         super().__init__(name, serving_input_receiver_fn, assets_extra, as_text, exports_to_keep)
         parameters = {"best_eval_result", "current_eval_result"}
+        # By name, as exporter.py of tf.estimator checks it: the two results are easy to swap by position.
         if _parameters_of(compare_fn) != parameters:
             raise InvalidArgumentError(
                 f"compare_fn={shown(compare_fn)}",
@@ -269,6 +270,7 @@ class BestExporter(_SavedModelExporter):
     def _best_in(self, pattern: str) -> dict[str, Any] | None:
         """Returns the best of the evaluations in files, or None."""
         best: dict[str, Any] | None = None
+        # Event files are the only memory of a job that was restarted. tf.estimator reads them for the same reason.
         for result in events.scalars_in(pattern).values():
             if "loss" in result and (best is None or self._compare(best_eval_result=best, current_eval_result=result)):
                 best = dict(result)

@@ -40,6 +40,7 @@ def add_metrics(estimator: Estimator, metric_fn: Callable[..., dict[str, Any]]) 
     """
     arguments.instance("estimator", estimator, Estimator, "add_metrics(estimator, metric_fn)")
     arguments.function("metric_fn", metric_fn, "def metric_fn(labels, predictions)")
+    # By name: the rule of extenders.py in tf.estimator. A metric_fn asks for what it needs.
     names = list(inspect.signature(metric_fn).parameters)
     if not set(names) <= set(_PARAMETERS):
         raise InvalidArgumentError(
@@ -59,6 +60,7 @@ def add_metrics(estimator: Estimator, metric_fn: Callable[..., dict[str, Any]]) 
             raise InvalidArgumentError(
                 f"a metric_fn that returns {shown(metrics)}", "must return a dict.", 'return {"error": metric}'
             )
+        # The new metrics come last, so they replace those of the same name, as in tf.estimator.
         return replace(spec, eval_metric_ops={**spec.metrics, **metrics})
 
     return estimator.extended(model_fn)

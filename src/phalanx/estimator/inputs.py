@@ -51,12 +51,15 @@ def numpy_input_fn(
     arguments.integer("batch_size", batch_size)
     if num_epochs is not None:
         arguments.integer("num_epochs", num_epochs)
+    # There is no default: inputs/numpy_io.py of tf.estimator insists on it as
+    # well, because forgetting it spoils a training.
     if not isinstance(shuffle, bool):
         raise InvalidArgumentError(f"shuffle={shown(shuffle)}", "must be a bool.", "shuffle=True")
     data = jax.tree.map(np.asarray, x if y is None else (x, y))
     if not all(array.ndim for array in jax.tree.leaves(data)):
         raise InvalidArgumentError(f"x={shown(x)} and y={shown(y)}", "must be arrays with rows.", "np.array([1, 2])")
     sizes = {len(array) for array in jax.tree.leaves(data)}
+    # Empty arrays would make an epoch without a batch, and num_epochs=None would never end.
     if len(sizes) != 1 or 0 in sizes:
         raise InvalidArgumentError(
             f"x and y with {sorted(sizes)} rows",
@@ -77,6 +80,7 @@ class _Batches:
     def __iter__(self) -> Iterator[Any]:
         waiting = np.zeros(0, np.int64)
         for rows in self._orders():
+            # Row numbers are carried over the end of an epoch, not rows: the arrays are copied once per batch.
             waiting = np.concatenate([waiting, rows])
             while len(waiting) >= self._batch_size:
                 yield self._rows(waiting[: self._batch_size])
@@ -85,6 +89,7 @@ class _Batches:
             yield self._rows(waiting)
 
     def _orders(self) -> Iterator[np.ndarray]:
+        # No seed, as in tf.estimator: two calls give two orders.
         rng = np.random.default_rng()
         epoch = 0
         while self._epochs is None or epoch < self._epochs:
@@ -108,6 +113,7 @@ def pandas_input_fn(x: PyTree, y: PyTree = None, **options: PyTree) -> Callable[
 
     Source: tf.compat.v1.estimator.inputs.pandas_input_fn.
     """
+    # pandas is not imported: whoever has a DataFrame has imported it.
     if not hasattr(x, "columns"):
         raise InvalidArgumentError(f"x={shown(x)}", "must be a pandas.DataFrame.", "numpy_input_fn(x, y)")
     features = {str(name): x[name].to_numpy() for name in x.columns}

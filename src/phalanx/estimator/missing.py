@@ -6,6 +6,8 @@ _MODEL_FN = "a model_fn with layers of Keras"
 _TREES = "a library of trees; TensorFlow removed these estimators before the rest"
 _PROTOS = "build_raw_serving_input_receiver_fn(features); no tf.Example is parsed"
 
+# Names that programs of tf.estimator use, and that cannot or need not exist
+# here. An AttributeError alone would not help.
 INSTEAD = {
     "BoostedTreesClassifier": _TREES,
     "BoostedTreesEstimator": _TREES,

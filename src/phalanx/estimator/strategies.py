@@ -16,6 +16,7 @@ def default_strategy(config: RunConfig) -> Strategy | None:
 
     Parameter servers suggest asynchronous training, which the chief coordinates. Several workers suggest synchronous training.
     """
+    # It would wait for workers that do not know of it.
     if config.task_type == TaskType.EVALUATOR:
         return None
     if config.num_ps_replicas:

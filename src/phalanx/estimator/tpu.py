@@ -23,6 +23,7 @@ from phalanx.typing import PyTree
 
 __all__ = ["InputPipelineConfig", "RunConfig", "TPUConfig", "TPUEstimator", "TPUEstimatorSpec"]
 
+# The key by which tf.estimator's TPUEstimator passes the number of rows, which an input_fn needs for static shapes.
 _BATCH_SIZE = "batch_size"
 
 
@@ -38,6 +39,7 @@ class InputPipelineConfig:
       3
     """
 
+    # The numbers of tpu_config.py: programs compare with them and store them.
     PER_SHARD_V1 = 1
     PER_HOST_V1 = 2
     PER_HOST_V2 = 3
@@ -92,6 +94,8 @@ class TPUConfig:
         if self.num_shards is not None:
             arguments.integer("num_shards", self.num_shards)
         pipeline = self.per_host_input_for_training
+        # BROADCAST, SLICED and PER_SHARD_V1 feed replicas in other ways, and a
+        # program that asks for them relies on that.
         if pipeline is not True and pipeline not in (InputPipelineConfig.PER_HOST_V1, InputPipelineConfig.PER_HOST_V2):
             raise InvalidArgumentError(
                 f"per_host_input_for_training={shown(pipeline)}",
@@ -101,6 +105,7 @@ class TPUConfig:
         estimator_config.refuse_options("TPUConfig", self, _REFUSED)
 
 
+# Options that change results or placement are refused. Those that only tune TensorFlow's infeed are accepted above.
 _REFUSED = {
     "num_cores_per_replica": (
         "a device assignment has the cores of a replica.",
@@ -151,6 +156,8 @@ class RunConfig(estimator_config.RunConfig):
       10
     """
 
+    # Keywords only: `tpu_config` comes first in tpu_config.py, `model_dir` in
+    # the base class, and a dataclass has one order.
     _: KW_ONLY
     tpu_config: TPUConfig | None = None
     evaluation_master: None = None
@@ -231,12 +238,14 @@ class TPUEstimator(Estimator):
         arguments.flag("eval_on_tpu", eval_on_tpu)
         hint = "config=phalanx.estimator.tpu.RunConfig(cluster=resolver)"
         config = arguments.instance("config", config, RunConfig, hint)
+        # tf.estimator reserves the key as well: a silent replacement would train with another size than the user gave.
         if params is not None and _BATCH_SIZE in params:
             raise InvalidArgumentError(
                 f"params={shown(params)}",
                 "the batch size is that of TPUEstimator.",
                 "TPUEstimator(train_batch_size=64)",
             )
+        # With use_tpu=False the same program runs on CPUs and GPUs, which is how TPU programs are usually tested.
         if use_tpu:
             strategy = config.train_distribute or TPUStrategy(config.cluster)
             evaluates = strategy if eval_on_tpu and config.eval_distribute is None else config.eval_distribute
@@ -283,6 +292,7 @@ def _per_replica(name: str, size: int | None, strategy: Strategy | None) -> int 
     if size is None:
         return None
     replicas = 1 if strategy is None else strategy.num_replicas_in_sync
+    # The sizes are global, as in tpu_estimator.py, and a TPU program needs equal static shapes on all replicas.
     if arguments.integer(name, size) % replicas:
         raise InvalidArgumentError(
             f"{name}={size}", f"the strategy has {replicas} replicas.", f"{name}={-(-size // replicas) * replicas}"
@@ -328,6 +338,8 @@ def TPUEstimatorSpec(
       >>> import phalanx.estimator as estimator
       >>> spec = estimator.tpu.TPUEstimatorSpec(estimator.ModeKeys.EVAL, loss=jnp.float32(0.5))
     """
+    # A host_call leaves the program in the middle of a step. Summaries, for
+    # which most programs use it, leave it at the end.
     if host_call is not None:
         raise InvalidArgumentError(
             f"host_call={shown(host_call)}", "a program does not call the host.", "phalanx.summary.scalar(tag, value)"
@@ -356,6 +368,8 @@ def _metrics_of(eval_metrics: tuple[Callable[..., Mapping[str, Any]], Any] | Non
             "must be a pair of a function and its arguments.",
             "eval_metrics=(metric_fn, [labels, logits])",
         )
+    # A function and its arguments: in TensorFlow the function runs on the
+    # host, with outputs of the TPU. Here it is traced.
     metric_fn, args = eval_metrics
     metrics: Mapping[str, Any] = metric_fn(**args) if isinstance(args, Mapping) else metric_fn(*args)
     return metrics

@@ -23,6 +23,7 @@ from phalanx.estimator.loop.graph import GLOBAL_STEP
 from phalanx.estimator.loop.session import HookSession, SessionRunHook, checked_hooks, listed
 
 _log = logging.getLogger("phalanx")
+# Seconds between two looks at the folder. An evaluation takes longer, and a look costs one listing of a folder.
 _POLL_S = 1.0
 
 
@@ -105,6 +106,7 @@ class EvalSpec:
                     f"{shown(exporter)} is not an exporter.",
                     "exporters=[estimator.FinalExporter(name, serving_input_receiver_fn)]",
                 )
+        # The name is the folder. Two exporters in one folder would delete each other's exports.
         names = [exporter.name for exporter in exporters]
         if len(set(names)) < len(names):
             raise InvalidArgumentError(
@@ -112,6 +114,7 @@ class EvalSpec:
             )
         object.__setattr__(self, "exporters", exporters)
         for name in ("start_delay_secs", "throttle_secs"):
+            # 0 is allowed here, unlike for other times: evaluate without a delay, and after each checkpoint.
             if getattr(self, name) != 0 and arguments.seconds(name, getattr(self, name)) is None:
                 raise InvalidArgumentError(f"{name}=None", "must be a number of seconds.", f"{name}=0")
 
@@ -163,6 +166,7 @@ def train_and_evaluate(
     if config.task_type == TaskType.EVALUATOR:
         evaluator.run()
         return None
+    # A cluster of one task evaluates itself. tf.estimator would leave that to an evaluator, and train only.
     is_alone = config.num_worker_replicas == 1 and not config.num_ps_replicas
     if not is_alone and config.num_ps_replicas and not config.is_chief:
         # Workers and parameter servers do what the chief asks them to.
@@ -205,6 +209,7 @@ class Evaluator:
           is_final: whether no further checkpoint will come.
         """
         path = self._estimator.latest_checkpoint()
+        # As in training.py of tf.estimator: no second evaluation of one checkpoint, which would export it twice.
         if path is None or path == self._last:
             return False
         spec = self._spec
@@ -233,6 +238,7 @@ class Evaluator:
 
     def run(self) -> None:
         """Evaluates each new checkpoint until the training has ended."""
+        # tf.estimator waits before the first evaluation, too: at the beginning there is nothing worth evaluating.
         time.sleep(self._spec.start_delay_secs)
         while not self._is_last:
             # Asked before the folder is read, so that the last checkpoint is not missed.
@@ -242,6 +248,7 @@ class Evaluator:
             if has_ended:
                 _log.info("The training has ended.")
                 return
+            # From the start of the evaluation, as in tf.estimator. Without a new checkpoint, it looks again soon.
             wait_s = self._spec.throttle_secs if has_evaluated else 0
             self._wait_until(started_s + max(wait_s, _POLL_S))
 
@@ -276,6 +283,7 @@ class _EvaluatesSaved(CheckpointSaverListener):
         """Evaluates, but not before the first step."""
         if self._is_first:
             self._is_first = False
+        # The checkpoint of step 0 is skipped, as in training.py of tf.estimator: it would only evaluate initial values.
         elif self._timer.should_trigger_for_step(global_step_value):
             self._evaluate(global_step_value)
         return None
@@ -283,6 +291,7 @@ class _EvaluatesSaved(CheckpointSaverListener):
     @override
     def end(self, session: HookSession, global_step_value: int) -> None:
         """Evaluates the last checkpoint."""
+        # Whatever the throttle says: the caller gets the metrics of the last checkpoint.
         if global_step_value != self._timer.last_triggered_step():
             self._evaluate(global_step_value, is_final=True)
 

@@ -15,6 +15,8 @@ from numpy.typing import NDArray
 from phalanx.feature_column.raw import Feature
 from phalanx.typing import PyTree
 
+# TensorFlow's sparse tensors leave missing values out. Dense arrays of ids
+# need a value for them, and -1 is TensorFlow's own.
 MISSING = -1
 """The id of a missing value, and of a value that is not in a vocabulary."""
 
@@ -39,6 +41,8 @@ class AbstractInput(ABC):
     def add_to(self, prepared: dict[str, Any], features: Mapping[str, Any]) -> None:
         """Adds the array to `prepared`: a prepared one unchanged, or one that is computed from raw features."""
         key = self.prepared_key
+        # Features that were prepared before pass unchanged, so that `prepare` may be
+        # called twice: in the dataset and by the layer.
         prepared[key] = features[key] if key in features else self.array(features)
 
 
@@ -99,6 +103,7 @@ class Table(AbstractDescription):
     name: str
     num_buckets: int
     dimension: int
+    # Keras makes a new object of "zeros" at each call. Compared, two columns with one table would get two.
     initializer: PyTree = field(compare=False)
     trainable: bool
 
@@ -165,6 +170,7 @@ class AbstractHostColumn(AbstractCategoricalColumn, AbstractInput):
 
     def array(self, features: Mapping[str, PyTree]) -> Feature:
         """Returns the ids, (batch, k) of int32."""
+        # One dtype and one value for missing, whatever the column: the program has a single case.
         ids, is_present = self.occurrences(features)
         return np.where(is_present & (ids >= 0), ids, MISSING).astype(np.int32)
 

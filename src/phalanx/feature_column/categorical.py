@@ -69,6 +69,7 @@ class IdentityColumn(AbstractKeyedColumn):
     @override
     def add_to(self, prepared: dict[str, Any], features: Mapping[str, Any]) -> None:
         raw: PyTree = features.get(self.key)
+        # Integers that are ids already need no host. Everything else about them is checked in the program.
         if self.prepared_key not in features and is_symbolic(raw) and is_integer(raw):
             prepared[self.key] = raw
         else:
@@ -78,6 +79,7 @@ class IdentityColumn(AbstractKeyedColumn):
     def occurrences(self, features: Mapping[str, Any]) -> Occurrences:
         values, is_present = self.present(features, INTEGER)
         if self.default_value is not None:
+            # With a default, TensorFlow replaces every id that is out of range, also a negative one.
             is_valid = (values >= 0) & (values < self.num_buckets)
             return Occurrences(np.where(is_valid, values, self.default_value), is_present)
         if (values >= self.num_buckets).any():
@@ -118,11 +120,14 @@ class HashedColumn(AbstractKeyedColumn):
     @override
     def occurrences(self, features: Mapping[str, Any]) -> Occurrences:
         values, is_present = self.present(features, self.dtype)
+        # An empty string is hashed by TensorFlow's op, but it never gets there: it marks a missing value.
         return Occurrences(by_unique(values, lambda words: hashed(words, self.hash_bucket_size).tolist()), is_present)
 
 
 def hashed(words: list[Any], num_buckets: int) -> NDArray[np.int64]:
     """Returns the id of each string, or of each integer as a decimal string."""
+    # The modulo is unsigned, as in TensorFlow. After the cast, half of the
+    # hashes would be negative, with other remainders.
     ids: NDArray[np.int64] = (fingerprint64([encoded(str(word)) for word in words]) % num_buckets).astype(np.int64)
     return ids
 

@@ -26,6 +26,7 @@ from phalanx.feature_column.raw import (
 )
 from phalanx.feature_column.weighted import WeightedColumn
 
+# `_DEFAULT_HASH_KEY` in tensorflow/python/ops/sparse_ops.py. Another key would give other ids than TensorFlow's.
 _HASH_KEY = 0xDECAFCAFFE
 Key = str | AbstractCategoricalColumn
 
@@ -44,6 +45,7 @@ class CrossedColumn(AbstractHostColumn):
     @property
     @override
     def name(self) -> str:
+        # TensorFlow's name for a cross, which is a part of the names of its variables.
         return "_X_".join(sorted(key if isinstance(key, str) else key.name for key in self._leaves()))
 
     @property
@@ -84,6 +86,7 @@ class CrossedColumn(AbstractHostColumn):
 def _part(key: Key, features: Mapping[str, Any]) -> Occurrences:
     """Returns what is hashed: fingerprints of strings, integers and ids themselves, and floats without their fractions."""
     if not isinstance(key, str):
+        # A cross takes ids as integers. A -1 stays, and hashes like any other id, as in TensorFlow.
         ids, is_present = key.occurrences(features)
         return Occurrences(ids.view(np.uint64), is_present)
     values = categories_of({key: _whole(feature_of(features, key))}, key, None)

@@ -58,6 +58,7 @@ class EmbeddingColumn(AbstractDenseColumn):
     @property
     @override
     def name(self) -> str:
+        # feature_column_v2.py names the two kinds so, and layers sort their columns by these names.
         suffix = (
             "embedding" if self.embedding.name == f"{self.categorical_column.name}_embedding" else "shared_embedding"
         )
@@ -181,6 +182,7 @@ def shared_embeddings(
             f"categorical_columns={shown(categorical_columns)}", "must be a list of columns.", "[origin, destination]"
         )
     columns = [checked_categorical(column) for column in categorical_columns]
+    # TensorFlow's rule: rows of one table must mean the same in each column.
     kinds = {(type(_unweighted(column)).__name__, column.num_buckets) for column in columns}
     if len(kinds) > 1:
         raise InvalidArgumentError(
@@ -189,6 +191,7 @@ def shared_embeddings(
             "embedding_column for each column",
         )
     if (name := shared_embedding_collection_name) is None:
+        # Sorted, so that the name of the variable does not depend on the order of the list.
         name = "_".join(sorted(column.name for column in columns)) + "_shared_embedding"
     name = checked_key(name, "shared_embedding_collection_name")
     table = _table(name, columns[0].num_buckets, dimension, initializer, trainable)
@@ -218,6 +221,7 @@ def initializer_of(table: Table) -> PyTree:
     """Returns the initializer of a table, or the default one."""
     if table.initializer is not None:
         return table.initializer
+    # The default of tf.feature_column.embedding_column: rows have a norm near 1 for every dimension.
     return keras.initializers.TruncatedNormal(stddev=1 / math.sqrt(table.dimension))
 
 

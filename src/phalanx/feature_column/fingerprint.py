@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 Words: TypeAlias = Any
 """An array of uint64. NumPy's types know nothing of its arithmetic with large integers of Python."""
 
+# k0, k1 and k2 of farmhash.cc. Then kMul of TensorFlow's FingerprintCat64, and the seed of farmhashna::Hash64.
 _K0, _K1, _K2 = 0xC3A5C85C97CB3127, 0xB492B66FBE98F273, 0x9AE16A3B2F90404F
 _CAT, _SEED, _BLOCK = 0xC6A4A7935BD1E995, 81, 64
 
@@ -29,6 +30,7 @@ def fingerprint64(texts: Sequence[bytes]) -> Words:
       >>> fingerprint64([b"", b"red"]).tolist()
       [11160318154034397263, 991092756973969910]
     """
+    # Strings of one length take the same branches, so that each group is one array operation per line of the C code.
     places: dict[int, list[int]] = {}
     for place, text in enumerate(texts):
         places.setdefault(len(text), []).append(place)
@@ -62,6 +64,7 @@ def _empty(data: NDArray[np.uint8]) -> Words:
 def _up_to_3(data: NDArray[np.uint8]) -> Words:
     length = data.shape[1]
     first, middle, last = (data[:, i].astype(np.uint64) for i in (0, length >> 1, length - 1))
+    # HashLen0to16 reads three bytes for 1 to 3 bytes: in short strings, some are the same byte.
     return _mixed((first + (middle << 8)) * _K2 ^ (length + (last << 2)) * _K0) * _K2
 
 
@@ -110,6 +113,7 @@ def _longer(data: NDArray[np.uint8]) -> Words:
     y = zero + (_SEED * _K1 + 113) % 2**64
     x = _word(data, 0) + (_SEED * _K2) % 2**64
     state = _HashState(x, y, _mixed(y * _K2 + 113) * _K2, (zero, zero), (zero, zero))
+    # The last block is the last 64 bytes, even if it overlaps the one before: FarmHash pads nothing.
     for start in range(0, (end - 1) // _BLOCK * _BLOCK, _BLOCK):
         state = _with_block(state, data[:, start : start + _BLOCK], _K1, 1)
     factor = _K1 + ((state.z & 0xFF) << 1)

@@ -37,6 +37,8 @@ class _ColumnLayer(keras.layers.Layer):
 
     @override
     def build(self, input_shape: PyTree = None) -> None:
+        # A dict as an ordered set: two columns share a table, and variables
+        # must be created in one order on all processes.
         for table in {column.table: None for column in self._dense() if column.table is not None}:
             if table.name in self._tables:
                 raise InvalidArgumentError(
@@ -122,6 +124,7 @@ class DenseFeatures(_ColumnLayer):
 
     @override
     def call(self, features: Mapping[str, PyTree]) -> jax.Array:
+        # In the order of the names, as in TensorFlow: kernels of the next layer depend on it.
         return jnp.concatenate([self._rows(column, features) for column in self._dense()], axis=1)
 
 
@@ -174,6 +177,7 @@ class LinearFeatures(_ColumnLayer):
         for column in self.columns:
             size = column.num_buckets if isinstance(column, AbstractCategoricalColumn) else column.width  # type: ignore[attr-defined]
             self._column_weights[column.name] = self._variable(column.name, "weights", (size, self.units), "zeros")
+        # The name is that of TensorFlow's linear model. So a warm start can name it.
         self.bias = self.add_weight(shape=(self.units,), initializer="zeros", dtype="float32", name="bias_weights")
 
     @override
@@ -183,6 +187,8 @@ class LinearFeatures(_ColumnLayer):
         return outputs
 
     def _sum(self, column: AbstractColumn, features: Mapping[str, PyTree]) -> jax.Array:
+        # A bucketized column is dense and categorical. Categories come first: a
+        # lookup is cheaper than a product with zeros.
         weights = self._column_weights[column.name].value
         if isinstance(column, AbstractCategoricalColumn):
             return combined_rows(weights, column.ids(features), column.weights(features), self.sparse_combiner)

@@ -9,6 +9,7 @@ from phalanx.errors import InvalidArgumentError, arguments, shown
 from phalanx.feature_column.base import AbstractCategoricalColumn, AbstractColumn
 from phalanx.feature_column.raw import INTEGER, TEXT
 
+# The combiners of tf.nn.embedding_lookup_sparse.
 _COMBINERS = ("mean", "sqrtn", "sum")
 
 
@@ -29,6 +30,7 @@ def checked_buckets(name: str, value: object, least: int = 1) -> int:
     Raises:
       InvalidArgumentError: it is not an integer, or out of range.
     """
+    # JAX looks rows up by int32 unless 64 bits are enabled. A larger id would wrap around without an error.
     kind = f"an integer from {least} to 2**31 - 1"
     return arguments.integer(name, value, least=least, most=2**31 - 1, kind=kind, hint=f"{name}=100")
 
@@ -109,6 +111,7 @@ def checked_columns(columns: object, name: str = "feature_columns") -> list[Abst
     hint = f'{name}=[phalanx.feature_column.numeric_column("age")]'
     if isinstance(columns, AbstractColumn):
         return [columns]
+    # Iterable, but never of columns: the message should name the argument and not its first letter.
     if isinstance(columns, (str, bytes, dict)) or hasattr(columns, "dtype") or not isinstance(columns, Iterable):
         raise InvalidArgumentError(f"{name}={shown(columns)}", "must be a list of columns.", hint)
     items = list(columns)
@@ -126,6 +129,7 @@ def sorted_columns(columns: object) -> list[AbstractColumn]:
       InvalidArgumentError: an item is not a column, there is no column, or two columns have the same name.
     """
     by_name = sorted(checked_columns(columns), key=lambda column: column.name)
+    # Sorted by name, as in feature_column_v2.py: the order in the list does not change the model or its checkpoint.
     for one, other in zip(by_name, by_name[1:], strict=False):
         if one.name == other.name:
             raise InvalidArgumentError(

@@ -53,6 +53,8 @@ class NumericColumn(AbstractDenseColumn, AbstractRawInput):
     @override
     def array(self, features: Mapping[str, PyTree]) -> Feature:
         feature = numbers_of(features, self.key, self.dtype)
+        # Only the size is compared: (rows, 4) and (rows, 2, 2) hold the same
+        # numbers, and TensorFlow reshapes them as well.
         if math.prod(feature.shape[1:]) != self.width:
             raise InvalidArgumentError(
                 f"the feature {self.key!r} of shape {tuple(feature.shape)}",
@@ -64,6 +66,8 @@ class NumericColumn(AbstractDenseColumn, AbstractRawInput):
     @override
     def rows(self, prepared: Mapping[str, Any], tables: Mapping[Table, jax.Array]) -> jax.Array:
         feature = jnp.asarray(prepared[self.key])
+        # The dtype of the column is for the normalizer. All dense columns are
+        # concatenated, and TensorFlow does so in float32.
         return jnp.asarray(self.normalized(feature), jnp.float32).reshape(feature.shape[0], self.width)
 
     def normalized(self, feature: A) -> A:
@@ -107,17 +111,20 @@ class BucketizedColumn(AbstractDenseColumn, AbstractCategoricalColumn):
     @override
     def occurrences(self, features: Mapping[str, Any]) -> Occurrences:
         column = self.source_column
+        # Only a cross asks for buckets on the host. The normalizer must then run there, too.
         numbers = np.asarray(column.normalized(on_host(column.array(features), column.key)), np.float32)
         ids = self._ids(numbers.reshape(len(numbers), column.width), np)
         return Occurrences(ids.astype(np.int64), np.ones(ids.shape, bool))
 
     def _ids(self, numbers: Any, numpy: Any) -> Any:
         """Returns the ids, computed by NumPy on the host or by JAX in a program. Each place of a row has ids of its own."""
+        # The right side puts a boundary into the bucket above it, as tf.raw_ops.Bucketize does.
         buckets = numpy.searchsorted(numpy.asarray(self.boundaries, np.float32), numbers, side="right")
         return buckets.astype(np.int32) + numpy.arange(numbers.shape[1], dtype=np.int32) * (len(self.boundaries) + 1)
 
     @override
     def rows(self, prepared: Mapping[str, Any], tables: Mapping[Table, jax.Array]) -> jax.Array:
+        # Ids of different places differ, so that the sum is a row of ones and zeros.
         return jax.nn.one_hot(self.ids(prepared), self.num_buckets).sum(axis=1)
 
 
@@ -148,6 +155,7 @@ def numeric_column(
       [[-1.0], [2.0]]
     """
     key, kind = checked_key(key), dtype_name(dtype)
+    # TensorFlow allows neither bool nor complex for a numeric_column.
     if np.dtype(kind).kind not in "iuf":
         raise InvalidArgumentError(
             f"numeric_column({key!r}, dtype={shown(dtype)})", "must be an integer or float dtype.", 'dtype="float32"'

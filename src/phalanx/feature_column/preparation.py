@@ -39,6 +39,7 @@ def prepare(features: Mapping[str, PyTree], feature_columns: PyTree) -> dict[str
     prepared = prepared_inputs(features, columns)
     used = {key for column in columns for one in column.inputs() for key in one.keys}
     unused = {key: array_of(value, key) for key, value in features.items() if key not in used}
+    # Strings that no column reads cannot go to a device, and other features may be read by the model itself.
     return {key: value for key, value in unused.items() if not is_text(value)} | prepared
 
 
@@ -75,6 +76,7 @@ def _without_normalizers(column: AbstractColumn) -> AbstractColumn:
         return column
     changes: dict[str, Any] = {"normalizer_fn": None} if isinstance(column, NumericColumn) else {}
     for one in dataclasses.fields(column):  # type: ignore[arg-type]
+        # A normalizer may be a lambda, which cannot be saved. The exported program contains it, so the host needs none.
         if isinstance(value := getattr(column, one.name), AbstractColumn):
             changes[one.name] = _without_normalizers(value)
     return dataclasses.replace(column, **changes)  # type: ignore[type-var]

@@ -81,10 +81,12 @@ def numbers_of(features: Mapping[str, PyTree], key: str, dtype: str) -> Feature:
     feature = feature_of(features, key)
     if not isinstance(feature, np.ndarray):
         return feature
+    # ml_dtypes' bfloat16 has the kind V (void), although it is a number.
     if feature.dtype.kind not in "biuf" and feature.dtype.name != "bfloat16":
         raise InvalidArgumentError(
             f"the feature {key!r} of dtype {feature.dtype}", "its column needs real numbers.", "dtype=float32"
         )
+    # A cast would drop the fractions without a word.
     if feature.dtype.kind not in "biu" and np.dtype(dtype).kind in "iu":
         raise InvalidArgumentError(
             f"the feature {key!r} of dtype {feature.dtype}",
@@ -100,6 +102,7 @@ def on_host(feature: Feature, key: str) -> NDArray[Any]:
     Raises:
       ContextError: the feature has no value yet.
     """
+    # Hashes and vocabularies are Python on strings. A callback from the device would run once per step and replica.
     if is_symbolic(feature):
         raise ContextError(
             f"the raw feature {key!r} in a function that is being traced, or as an input of a Keras model",
@@ -143,6 +146,7 @@ def in_columns(values: A) -> A:
 
 
 def _texts(feature: NDArray[Any], key: str) -> NDArray[np.object_]:
+    # Objects and not <U: NumPy would pad every text to the longest one, and strip zeros at their ends.
     texts = np.empty(feature.size, object)
     texts[:] = [_text(value, key) for value in feature.ravel().tolist()]
     return texts.reshape(feature.shape)
@@ -150,6 +154,8 @@ def _texts(feature: NDArray[Any], key: str) -> NDArray[np.object_]:
 
 def _text(value: object, key: str) -> str:
     if isinstance(value, bytes):
+        # Bytes that are no UTF-8 must survive, because their hash is TensorFlow's
+        # only if `encoded` gives the same bytes back.
         return value.decode("utf-8", "surrogateescape")
     if value is not None and not isinstance(value, str):
         raise InvalidArgumentError(
@@ -157,6 +163,7 @@ def _text(value: object, key: str) -> str:
             "an array of objects may contain strings, bytes and None.",
             'np.asarray(x, dtype=str), with "" for missing values',
         )
+    # None is what pandas and JSON have for a missing text.
     return value or ""
 
 
@@ -168,6 +175,7 @@ def encoded(text: str) -> bytes:
 def by_unique(values: NDArray[Any], compute: Callable[[list[Any]], Sequence[Any]]) -> NDArray[np.int64]:
     """Maps each value through `compute`, which is called once, with a list of the unique values."""
     flat = values.ravel().tolist()
+    # A batch of categories repeats few values: hashing each once is the larger part of the speed.
     unique = list(dict.fromkeys(flat))
     numbers = dict(zip(unique, compute(unique), strict=True))
     return np.array([numbers[value] for value in flat], np.int64).reshape(values.shape)

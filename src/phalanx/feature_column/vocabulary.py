@@ -107,6 +107,7 @@ class VocabularyFileColumn(_VocabularyColumn):
                 f"vocabulary_file={self.vocabulary_file!r}", "a line is not an integer.", "dtype=str"
             ) from e
         table = {word: number for number, word in enumerate(words)}
+        # Both shift ids without an error: a file that was cut, and a word that is there twice.
         if len(lines) < self.size or len(table) < len(lines):
             raise InvalidArgumentError(
                 f"vocabulary_file={self.vocabulary_file!r} of the column of {self.key!r}",
@@ -126,6 +127,7 @@ def _lines(key: str, path: str) -> list[str]:
             f"it cannot be read: {e.strerror}.",
             "a text file with a word per line",
         ) from e
+    # TensorFlow's TextFileInitializer splits at \n and drops \r. An empty line is a word.
     lines = content.decode("utf-8", "surrogateescape").replace("\r", "").split("\n")
     return lines[:-1] if not lines[-1] else lines
 
@@ -137,6 +139,7 @@ def _oov_of(key: str, size: int, default_value: object, num_oov_buckets: object)
     default = arguments.integer(
         "default_value", default, least=MISSING, most=size - 1, kind=f"an integer from -1 to {size - 1}"
     )
+    # TensorFlow's rule: an unknown word cannot have both a fixed id and a hashed one.
     if num_oov and default != MISSING:
         raise InvalidArgumentError(
             f"num_oov_buckets={num_oov} and default_value={default} of the column of {key!r}",
@@ -235,5 +238,6 @@ def categorical_column_with_vocabulary_file(
     size = len(_lines(key, path)) if vocabulary_size is None else vocabulary_size
     size = checked_buckets("vocabulary_size", size)
     column = VocabularyFileColumn(key, path, size, kind, *_oov_of(key, size, default_value, num_oov_buckets))
+    # Read when the column is created: an error at the first batch would come after the cluster has started.
     assert column.table  # Reads the file.
     return column

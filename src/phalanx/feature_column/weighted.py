@@ -64,6 +64,7 @@ class WeightedColumn(AbstractCategoricalColumn):
     @override
     def weights(self, prepared: Mapping[str, Any]) -> jax.Array | None:
         weights: jax.Array = in_columns(jnp.asarray(prepared[self.weight_feature_key], jnp.float32))
+        # Checked in the program, where both are known; shapes are static, so it costs nothing per step.
         if weights.shape != (shape := self.ids(prepared).shape):
             raise InvalidArgumentError(
                 f"the weights {self.weight_feature_key!r} of shape {weights.shape}",

@@ -85,6 +85,7 @@ class EventFile:
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary, SummaryMetadata
 
+        # The form of TensorFlow 2, tensors with the name of a plugin: TensorBoard converts the older one at each read.
         plugin, content, convert = _KINDS[record.kind]
         metadata = SummaryMetadata()
         if record.kind == "write":
@@ -191,6 +192,7 @@ def scalars_in(pattern: str) -> dict[int, dict[str, float]]:
                 if value.metadata.plugin_data.plugin_name == "scalars":
                     (number,) = np.frombuffer(value.tensor.tensor_content, np.float32)
                     scalars.setdefault(event.step, {})[value.tag] = float(number)
+    # Files are sorted by name and not by step: a training that was restarted has several.
     return dict(sorted(scalars.items()))
 
 
@@ -200,6 +202,7 @@ def _events_of(data: bytes) -> Iterator[Any]:
 
     at = 0
     while at + 12 <= len(data):
+        # The framing of a TFRecord. The checksums are not compared: a torn write shows as a record that is too short.
         size = int.from_bytes(data[at : at + 8], "little")
         if at + size + 16 > len(data):
             return

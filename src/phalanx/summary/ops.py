@@ -18,21 +18,21 @@ from jax.typing import ArrayLike
 
 from phalanx._src import compat
 from phalanx._src.collectives import primitives
-from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.options import ReduceOp
 from phalanx._src.tracing import context
 from phalanx._src.tracing.context import ReplicaContext
 from phalanx._src.tracing.control_flow import BodyScope
 from phalanx._src.tracing.records import Record, defaults, deliver
 from phalanx._src.tracing.scope import LiftScope
-from phalanx._src.typed_jax import pmax, pmin, psum
 from phalanx.errors import InvalidArgumentError, NestedWriteError, ReduceOpError, arguments, shown
+from phalanx.summary.buckets import bucket_counts
 from phalanx.summary.steps import Step, checked_step
 from phalanx.typing import PyTree
 
 Recorded: TypeAlias = bool | jax.Array
 """Whether a value is recorded: a bool, or a traced one."""
 
+# 30 is TensorBoard's default. More buckets than 10,000 would make an event larger than most arrays.
 _BUCKETS, _MOST_BUCKETS = 30, 10_000
 _KIND_OF_BUCKETS = f"an integer from 1 to {_MOST_BUCKETS}"
 
@@ -67,6 +67,7 @@ def scalar(
       >>> phalanx.summary.scalar("loss", 0.5, step=1)  # There is no default writer.
       False
     """
+    # Checked before it is known whether anything is recorded: a wrong argument must not fail at step 100 first.
     op = ReduceOp.parse(reduce_op)
     if (is_on := _starts("scalar", name, description)) is False:
         return False
@@ -111,7 +112,7 @@ def histogram(
     if (is_on := _starts("histogram", name, description)) is False:
         return False
     value = _array("histogram", data)
-    return _record("histogram", name, lambda: _counted(value, count), step, (description,), is_on)
+    return _record("histogram", name, lambda: bucket_counts(value, count, _num_replicas()), step, (description,), is_on)
 
 
 def image(
@@ -152,6 +153,7 @@ def image(
             "the last dim, of channels, must have the size 1, 2, 3 or 4.",
             "x[..., None] for images without channels",
         )
+    # uint8 leaves the device as it is, which is a quarter of the bytes; the writer converts floats.
     value = value if value.dtype == jnp.uint8 else value.astype(jnp.float32)
     return _record("image", name, lambda: _first_replica(value[:count]), step, (description,), is_on)
 
@@ -272,6 +274,7 @@ def write(tag: str, tensor: PyTree, step: Step = None, metadata: object = None) 
         )
     if (is_on := _starts("write", tag, None)) is False:
         return False
+    # Bytes are hashable, as the notes of a record must be: they are a static part of its program.
     serialized = b"" if metadata is None else metadata.SerializeToString()
     if (texts := _texts(tensor)) is not None:
         return _record("write", tag, lambda: None, step, (serialized, *texts), is_on)
@@ -304,6 +307,7 @@ def record_if(condition: Recorded | Callable[[], Recorded]) -> Iterator[None]:
     if not callable(condition):
         condition = _checked_condition(condition)
     before = defaults.condition, defaults.is_traced
+    # A condition set in a compiled function belongs to the trace; one set outside is asked once per run.
     defaults.condition, defaults.is_traced = condition, compat.is_lifting()
     try:
         yield
@@ -324,6 +328,7 @@ def should_record_summaries() -> Recorded:
       >>> phalanx.summary.should_record_summaries()  # There is no default writer.
       False
     """
+    # Tells the program's cache that its trace depends on the answer.
     defaults.is_asked = True
     if defaults.writer is None:
         return False
@@ -353,6 +358,7 @@ def _starts(kind: str, name: object, description: object) -> Recorded:
         raise InvalidArgumentError(f"summary.{kind}(name={shown(name)})", "must be a str, not empty.", 'name="loss"')
     if description is not None and not isinstance(description, str):
         raise InvalidArgumentError(f"description={shown(description)}", "must be a str or None.", "description=None")
+    # Keras calls layers with symbols to learn shapes. A summary there would record no values.
     return not _is_symbolic() and _agreed(should_record_summaries())
 
 
@@ -367,6 +373,7 @@ def _in_program() -> bool:
 
 def _texts(data: object) -> tuple[tuple[str, ...], tuple[int, ...]] | None:
     """Returns texts, flattened, and their shape. None if `data` is something else."""
+    # A list of numbers is no text, and np.asarray of a mixed list would make texts of numbers.
     texts = np.asarray(data) if isinstance(data, (str, np.ndarray)) or _is_list_of_texts(data) else None
     return None if texts is None or texts.dtype.kind != "U" else (tuple(map(str, texts.flat)), texts.shape)
 
@@ -448,10 +455,12 @@ def _record(
         return True
     condition = None
     if isinstance(is_on, jax.core.Tracer):
+        # A condition that is known only in the program: the branch that is not taken must give the same shapes.
         condition, shapes = is_on, jax.eval_shape(make)
         value = lax.cond(is_on, make, lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes))
     else:
         value = make()
+    # A constant step would become a part of the program, and each step would compile another one.
     step = None if step is None else jnp.asarray(step)
     local_writer = writer if defaults.is_own else None
     scope.record(
@@ -463,6 +472,11 @@ def _record(
 def _traced_replica() -> ReplicaContext | None:
     """Returns the replica context of the function that is being traced, or None."""
     return context.get_replica_context() if compat.is_lifting() else None
+
+
+def _num_replicas() -> int:
+    replica = _traced_replica()
+    return 1 if replica is None else replica.num_replicas_in_sync
 
 
 def _reduced(op: ReduceOp, value: jax.Array) -> jax.Array:
@@ -478,25 +492,3 @@ def _first_replica(value: jax.Array) -> jax.Array:
     if replica is None:
         return value
     return primitives.broadcast(value, replica.num_replicas_in_sync)
-
-
-def _counted(data: jax.Array, count: int) -> jax.Array:
-    """Returns a histogram, (count, 3): the left end, the right end and the number of values of each bucket."""
-    # A record is no part of a loss, and the least value of all replicas has no gradient.
-    values = lax.stop_gradient(data).astype(jnp.float32).ravel()
-    is_finite = jnp.isfinite(values)
-    low = jnp.min(values, initial=jnp.inf, where=is_finite)
-    high = jnp.max(values, initial=-jnp.inf, where=is_finite)
-    replica = _traced_replica()
-    num_replicas = 1 if replica is None else replica.num_replicas_in_sync
-    if num_replicas > 1:
-        low, high = pmin(low, REPLICA_AXIS), pmax(high, REPLICA_AXIS)
-    # As in TensorFlow, one value is the middle of a bucket of width 1, and no value gives empty buckets.
-    low, high = (jnp.where(low <= high, x, 0) for x in (low, high))
-    low, high = jnp.where(low == high, low - 0.5, low), jnp.where(low == high, high + 0.5, high)
-    edges = jnp.linspace(low, high, count + 1)
-    places = jnp.clip(((values - low) * (count / (high - low))).astype(jnp.int32), 0, count - 1)
-    counts = jnp.zeros(count).at[places].add(is_finite.astype(jnp.float32))
-    if num_replicas > 1:
-        counts = psum(counts, REPLICA_AXIS)
-    return jnp.stack([edges[:-1], edges[1:], counts], axis=1)

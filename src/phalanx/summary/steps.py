@@ -20,6 +20,7 @@ def checked_step(step: Step) -> Step:
     Raises:
       InvalidArgumentError: `step` is something else.
     """
+    # A variable stays one: its value is read when the summary is recorded, inside the program.
     if step is None or isinstance(step, keras.Variable):
         is_step = step is None or (not step.shape and jnp.issubdtype(jnp.dtype(step.dtype), jnp.integer))
     elif arguments.is_integer(step):

@@ -35,6 +35,7 @@ class CalledPrograms:
         return "\n\n".join(f"### {name}\n\n{_fenced(program)}" for name, program in self._of_program.values())
 
     def _note(self, call: Call) -> None:
+        # Once per program: later calls run the same text.
         if call.program not in self._of_program:
             self._of_program[call.program] = call.name, call.trace().lower().as_text()
 
@@ -85,6 +86,7 @@ def graph(graph_data: object, name: str = "graph") -> Recorded:
     """
     _require_eager("graph")
     program = graph_data if isinstance(graph_data, str) else _text_of(graph_data)
+    # A program has no step, and TensorBoard wants one.
     return text(name, _fenced(program), step=0)
 
 
@@ -170,6 +172,7 @@ def trace_off() -> None:
       >>> phalanx.summary.trace_on()
       >>> phalanx.summary.trace_off()
     """
+    # A copy, because `_stop` removes from the list.
     for trace in _traces[:]:
         _stop(trace, None)
 
@@ -182,6 +185,8 @@ def _stop(trace: _Trace, out_dir: str | None) -> None:
         with trace.profile as folder:
             stop_profile()
             if out_dir is not None and is_this_chief():
+                # The profiler is started before the folder may be known (`trace_export`
+                # can name it), so it writes elsewhere first.
                 shutil.copytree(folder, out_dir, dirs_exist_ok=True)
 
 

@@ -80,11 +80,13 @@ class Trackers:
         with ExitStack() as started:
             for tracker in trackers:
                 tracker.start(config)
+                # If the second tracker cannot start, the first one must not be left running.
                 started.callback(tracker.finish)
             self._started = started.pop_all()
 
     def write(self, record: Record, default_step: Step) -> None:
         """Waits until a scalar is computed, and gives it to the trackers."""
+        # Images and histograms have no common form among the libraries.
         for value, step in computed(record, default_step) if record.kind == "scalar" else ():
             for tracker in self._trackers:
                 tracker.log({record.tag: float(value)}, step)
@@ -184,6 +186,7 @@ class MLflowTracker(Tracker):
         """Creates the run, with the config as its parameters."""
         from mlflow import MlflowClient
 
+        # A client and not `mlflow.start_run`: that one is a global of the process, which the user may use as well.
         self._client = MlflowClient(tracking_uri=self._uri)
         stored = self._client.get_experiment_by_name(self._experiment)
         experiment = stored.experiment_id if stored else self._client.create_experiment(self._experiment)

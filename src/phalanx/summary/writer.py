@@ -29,6 +29,7 @@ from phalanx.summary import events
 from phalanx.summary.steps import Step, checked_step
 from phalanx.summary.trackers import Tracker, Trackers
 
+# The defaults of tf.summary.create_file_writer: two minutes, and ten events.
 _CLOSE, _FLUSH_MILLIS, _MAX_QUEUE = None, 120_000, 10
 
 
@@ -57,6 +58,7 @@ class SummaryWriter(AbstractWriter):
         """
         step = checked_step(step)
         before = defaults.writer, defaults.step, defaults.is_own
+        # A writer that is set inside a compiled function belongs to its program; others are read at each run.
         defaults.writer, defaults.is_own = self, compat.is_lifting()
         defaults.step = before[1] if step is None else step
         try:
@@ -140,7 +142,9 @@ class _QueueWriter(SummaryWriter):
         self, place: str, hint: str, opening: Callable[[], _Sink], max_queue: int, flush_millis: int = _FLUSH_MILLIS
     ) -> None:
         self._place, self._hint, self._opening, self._flush_s = place, hint, opening, flush_millis / 1000
+        # Bounded: a training that records faster than the disk writes waits, instead of filling the memory.
         self._items: queue.Queue[tuple[Record, Any] | threading.Event | None] = queue.Queue(max_queue)
+        # Two threads may record their first summary at once, and one file must be created.
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -177,6 +181,7 @@ class _QueueWriter(SummaryWriter):
     @override
     def flush(self) -> None:
         if self._thread is not None and not self._is_closed:
+            # An event in the queue: it is reached once all records before it are written.
             done = threading.Event()
             self._items.put(done)
             done.wait()
@@ -229,6 +234,7 @@ class _QueueWriter(SummaryWriter):
 
     def _raise_error(self) -> None:
         """Raises the thread's error, once."""
+        # Once, so that `close` in a `finally` does not hide the first error behind the same one.
         error, self._error = self._error, None
         if isinstance(error, PhalanxError):
             raise error
@@ -288,6 +294,7 @@ def create_file_writer(
     log_dir = arguments.path("logdir", logdir)
     max_queue = arguments.integer("max_queue", max_queue)
     flush_millis = arguments.integer("flush_millis", flush_millis)
+    # Checked here, on the user's thread: the file itself is opened later.
     if not events.is_installed("tensorboardX", "PIL"):
         raise MissingDependencyError(
             "phalanx.summary.create_file_writer(...)",

@@ -47,6 +47,7 @@ class SavedModel:
         try:
             self.signature: dict[str, Any] = json.loads((path / SIGNATURE).read_text())
             self._variables = load_file(path / VARIABLES)
+            # Compiled at the first prediction: JAX exports a portable program (StableHLO), not machine code.
             self._call = jax.jit(export.deserialize(bytearray((path / PROGRAM).read_bytes())).call)
             self._columns = [keras.saving.deserialize_keras_object(column) for column in self.signature["columns"]]
         except Exception as e:  # Each of the three formats has errors of its own.
@@ -68,6 +69,7 @@ class SavedModel:
         Raises:
           InputError: the features have other names, shapes or dtypes.
         """
+        # Checked before the program runs: it would report a mismatch in terms of its own arguments.
         raw = {name: self._checked(name, x) for name, x in self._by_name(features).items()}
         inputs: dict[str, Any] = feature_column.prepare(raw, self._columns) if self._columns else raw
         try:
@@ -94,6 +96,7 @@ class SavedModel:
     def _checked(self, name: str, feature: object) -> np.ndarray:
         dtype, shape = self.signature["features"][name]
         try:
+            # Text keeps its length: a dtype such as <U5 would cut longer words.
             array = np.asarray(feature) if is_text(dtype) else np.asarray(feature, dtype)
         except (TypeError, ValueError) as e:
             raise InputError(f"the feature {name!r}", f"it is no array of {dtype}: {e}.", "one row per example") from e
@@ -136,6 +139,7 @@ def require_flatbuffers() -> None:
     Raises:
       MissingDependencyError: flatbuffers is not installed.
     """
+    # find_spec does not import, so a complete installation pays nothing.
     if importlib.util.find_spec("flatbuffers") is None:
         raise MissingDependencyError(
             "an exported model",

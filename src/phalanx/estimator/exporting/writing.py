@@ -66,6 +66,7 @@ def export_graph(
     extra = _checked_assets(assets)
     raw = jax.tree.map(np.asarray, receiver.features)
     batch = feature_column.prepare(raw, columns) if columns else raw
+    # The program is traced before the checkpoint is read, because the variables exist only then.
     graph.prepare((batch, None))
     restore()
     exported = _exported(graph, batch)
@@ -79,6 +80,8 @@ def export_graph(
     folder = _new_folder(base)
     with _unfinished(folder) as part:
         (part / PROGRAM).write_bytes(exported.serialize())
+        # Variables are arguments of the program and no constants, so that other
+        # tools can read and replace them in this file.
         save_file({name: np.array(v.value) for name, v in graph.variables.items()}, part / VARIABLES)
         (part / SIGNATURE).write_text(json.dumps(signature, indent=1))
         if as_text:
@@ -98,6 +101,7 @@ def _described(columns: Sequence[Any]) -> list[Any]:
         described = [keras.saving.serialize_keras_object(column) for column in on_host_only(columns)]
     try:
         for column in described:
+            # Tried once, now: an export that cannot be loaded must fail where it is written.
             keras.saving.deserialize_keras_object(column)
     except (TypeError, ValueError) as e:
         raise InvalidArgumentError(
@@ -110,11 +114,13 @@ def _described(columns: Sequence[Any]) -> list[Any]:
 
 def _exported(graph: Graph, batch: PyTree) -> export.Exported:
     """Returns the program for any number of rows."""
+    # One symbol for all features: they have the same number of rows, and the program may rely on it.
     (rows,) = export.symbolic_shape("rows")
     variables = graph.variables
 
     def predict(values: dict[str, Any], features: PyTree) -> PyTree:
         mapping = [(variable, values[name]) for name, variable in variables.items()]
+        # The exported function is pure: variables are read from its arguments, and the live ones stay as they are.
         with keras.StatelessScope(state_mapping=mapping):
             return graph.predictions(features)
 
@@ -122,6 +128,7 @@ def _exported(graph: Graph, batch: PyTree) -> export.Exported:
     specs = jax.tree.map(lambda x: shape_dtype((rows, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype)), batch)
     try:
         return export.export(jax.jit(predict))(variable_specs, specs)
+    # JAX raises many kinds of errors for shapes that depend on a symbol. All of them mean the same for the user.
     except Exception as e:
         raise InvalidArgumentError(
             "export_saved_model of this model_fn",
@@ -132,6 +139,7 @@ def _exported(graph: Graph, batch: PyTree) -> export.Exported:
 
 def _new_folder(base: str) -> Path:
     """Returns a folder that does not exist yet, named by the time in seconds."""
+    # TensorFlow Serving's rule: a folder per version, named by a number, and the largest is the newest.
     number = int(time.time())
     while (Path(base) / str(number)).exists():
         number += 1
@@ -143,6 +151,7 @@ def _unfinished(folder: Path) -> Iterator[Path]:
     """Yields a hidden folder, which gets its name after the `with` block. If the block raises an error, nothing is left."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
+        # In the same folder, because a rename is atomic only within a file system.
         part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     except OSError as e:
         raise CheckpointError(
@@ -150,6 +159,7 @@ def _unfinished(folder: Path) -> Iterator[Path]:
         ) from e
     try:
         yield part
+        # mkdtemp gives 0700, and a server often runs as another user.
         part.chmod(0o755)
         part.rename(folder)
     except BaseException:
@@ -181,6 +191,7 @@ def _checked_assets(assets: object) -> dict[str, str]:
         raise InvalidArgumentError(f"assets_extra={shown(assets)}", "must be a dict from paths to paths.", hint)
     paths = {arguments.path("assets_extra", k): arguments.path("assets_extra", v) for k, v in (assets or {}).items()}
     for name in paths:
+        # A path of the user that leads out of the folder would overwrite other files.
         if os.path.isabs(name) or ".." in Path(name).parts:
             raise InvalidArgumentError(f"assets_extra={{{name!r}: ...}}", "the path leads out of the export.", hint)
     return paths

@@ -50,6 +50,7 @@ class Head(ABC):
             )
         if loss_fn is not None:
             arguments.function("loss_fn", loss_fn, "def loss_fn(labels, logits)")
+        # Of a numeric_column only the key counts. tf.estimator would also apply its `normalizer_fn` to the weights.
         self._weight_column = getattr(weight_column, "key", weight_column)
         if self._weight_column is not None and not isinstance(self._weight_column, str):
             raise InvalidArgumentError(
@@ -140,12 +141,16 @@ class Head(ABC):
         predictions = self.predictions(logits)
         if mode == ModeKeys.PREDICT:
             return EstimatorSpec(mode, predictions=predictions)
+        # Not in the constructor of the specification: the message can say here that the input_fn must return labels.
         if labels is None:
             raise InputError(f"labels=None in mode {mode!r}", "a loss needs labels.", "return features, labels")
         loss = self.loss(labels, logits, features)
+        # Added after the mean over rows, so that a penalty does not depend on the size of the batch.
         extra = sum(map(jnp.asarray, regularization_losses or ()), start=jnp.zeros((), loss.dtype))
         if mode == ModeKeys.EVAL:
             weights = self._weights(features)
+            # `loss` is averaged over batches and `average_loss` over rows. They differ
+            # if the last batch is short, as in tf.estimator.
             metrics = {"average_loss": self._mean("average_loss", self._row_losses(labels, logits), weights)}
             metrics |= self._metrics(labels, logits, weights)
             named = {f"{key}/{self._name}" if self._name else key: metric for key, metric in metrics.items()}
@@ -172,6 +177,7 @@ class Head(ABC):
                 f"it must return one loss per row, {logits.shape[:1]}.",
                 "keras.losses.binary_crossentropy(labels, logits, from_logits=True)",
             )
+        # Several losses of a row become their mean, since a weight belongs to a row and not to a label.
         return losses if losses.ndim == 1 else losses.reshape(losses.shape[0], -1).mean(axis=1)
 
     def _weights(self, features: PyTree) -> jax.Array | None:
@@ -184,6 +190,7 @@ class Head(ABC):
                 "a feature of this name, in the input_fn",
             )
         weights = jnp.asarray(features[self._weight_column], jnp.float32)
+        # (rows,) and (rows, 1) are the same weights. More per row would be weights of labels, and losses are per row.
         if weights.size != weights.shape[0]:
             raise InputError(
                 f"the feature {self._weight_column!r} of the shape {weights.shape}",
@@ -193,6 +200,7 @@ class Head(ABC):
         return weights.reshape(-1)
 
     def _check_logits(self, logits: jax.Array) -> None:
+        # Checked, because (rows,) and (rows, 1) would broadcast to (rows, rows) against the labels, without an error.
         if jnp.ndim(logits) != 2 or logits.shape[1] != self.logits_dimension:
             raise InvalidArgumentError(
                 f"logits of the shape {jnp.shape(logits)}",
@@ -202,6 +210,7 @@ class Head(ABC):
 
     @staticmethod
     def _mean(name: str, values: jax.Array, weights: jax.Array | None) -> keras.metrics.Metric:
+        # Keras does not allow a slash in a name. The dict's key keeps tf.estimator's name.
         metric = keras.metrics.Mean(name=name.replace("/", "_"))
         metric.update_state(values, sample_weight=weights)
         return metric

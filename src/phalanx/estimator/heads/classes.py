@@ -50,7 +50,9 @@ class _ClassHead(Head):
     @override
     def host_labels(self, labels: PyTree) -> PyTree:
         """Returns the numbers of classes. See `Head.host_labels`."""
+        # On the host: unknown labels can raise an error here, but not in a program.
         array = np.asarray(labels)
+        # One-hot labels are a frequent mistake. With the sparse loss they would train on the columns of the array.
         if array.ndim > 1 and array.size != len(array):
             raise InputError(
                 f"labels of the shape {array.shape}", "a row has one class.", "labels of the shape (rows,) or (rows, 1)"
@@ -61,6 +63,7 @@ class _ClassHead(Head):
             raise InputError(
                 f"labels of {array.dtype}", "classes are numbers from 0 on.", "label_vocabulary=[...], with the classes"
             )
+        # Also catches NaN and 0.5, which a cast to int32 would turn into the class 0.
         wrong = array[~np.isin(array, range(self._n_classes))]
         if wrong.size:
             raise InputError(
@@ -84,11 +87,13 @@ class _ClassHead(Head):
 
 def with_classes(predictions: dict[str, Any], classes: Sequence[str]) -> dict[str, Any]:
     """Returns predictions, with the names of classes as bytes."""
+    # Bytes, because tf.estimator's predictions are string tensors, which NumPy shows as bytes.
     names = np.array([word.encode() for word in classes], object)
     ids = predictions["class_ids"]
     return {
         **predictions,
         "classes": names[ids],
+        # The same row for each example, as in tf.estimator: `predict` splits every prediction into rows.
         "all_class_ids": np.tile(np.arange(len(classes), dtype=np.int32), (len(ids), 1)),
         "all_classes": np.tile(names, (len(ids), 1)),
     }
@@ -96,6 +101,7 @@ def with_classes(predictions: dict[str, Any], classes: Sequence[str]) -> dict[st
 
 def _numbers_of(labels: np.ndarray, vocabulary: Sequence[str]) -> np.ndarray:
     places = {word: i for i, word in enumerate(vocabulary)}
+    # pandas gives objects, NumPy str, files bytes: the same word in each case.
     words = [x.decode() if isinstance(x, bytes) else str(x) for x in labels.ravel()]
     unknown = next((word for word in words if word not in places), None)
     if unknown is not None:
@@ -155,6 +161,7 @@ class BinaryClassHead(_ClassHead):
     @override
     def predictions(self, logits: jax.Array) -> dict[str, Any]:
         """Returns the predictions. See `Head.predictions`."""
+        # The logit of class 0 is 0: softmax over both is then the sigmoid, as in binary_class_head.py of tf.estimator.
         both = jnp.concatenate([jnp.zeros_like(logits), logits], axis=-1)
         return {
             "logits": logits,
@@ -166,6 +173,7 @@ class BinaryClassHead(_ClassHead):
     @override
     def _losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
         labels = column(labels).astype(logits.dtype)
+        # The stable form of the cross-entropy: log(sigmoid) would be -inf for large negative logits.
         return (jax.nn.softplus(logits) - labels * logits)[:, 0]
 
     @override
@@ -182,12 +190,15 @@ class BinaryClassHead(_ClassHead):
             "recall": update(keras.metrics.Recall(name="recall"), y, ids),
             "prediction/mean": self._mean("prediction/mean", probability[:, 0], weights),
             "label/mean": self._mean("label/mean", y[:, 0], weights),
+            # The mean of the labels, turned into the accuracy of the best constant answer when it is read.
             "accuracy_baseline": _Baseline(name="accuracy_baseline"),
             "auc": update(keras.metrics.AUC(name="auc"), y, probability),
             "auc_precision_recall": update(keras.metrics.AUC(curve="PR", name="auc_precision_recall"), y, probability),
         }
         metrics["accuracy_baseline"].update_state(y[:, 0], sample_weight=weights)
         for t in self._thresholds:
+            # Names of metric_keys.py in tf.estimator, such as
+            # `accuracy/positive_threshold_0.5_mean`: dashboards look for them.
             at = f"positive_threshold_{t:g}"
             accuracy = keras.metrics.BinaryAccuracy(name=f"accuracy_{at}", threshold=t)
             metrics[f"accuracy/{at}_mean"] = update(accuracy, y, probability)
@@ -203,6 +214,7 @@ class _Baseline(keras.metrics.Mean):
     @override
     def result(self) -> jax.Array:
         """Returns the accuracy."""
+        # Computed from the mean over all batches: the larger class of one batch may be the smaller one of the data.
         mean = super().result()
         return jnp.maximum(mean, 1 - mean)
 
@@ -264,6 +276,7 @@ class MultiClassHead(_ClassHead):
     @override
     def _losses(self, labels: jax.Array, logits: jax.Array) -> jax.Array:
         ids = column(labels).astype(jnp.int32)
+        # One gather per row. A product with one-hot labels would need memory for rows times classes.
         return -jnp.take_along_axis(jax.nn.log_softmax(logits), ids, axis=-1)[:, 0]
 
     @override

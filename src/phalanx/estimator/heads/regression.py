@@ -63,6 +63,7 @@ class RegressionHead(Head):
     def host_labels(self, labels: PyTree) -> PyTree:
         """Returns labels as floats. See `Head.host_labels`."""
         array = np.asarray(labels)
+        # (rows,) is (rows, 1): tf.estimator expands such labels, too.
         width = array.shape[-1] if array.ndim > 1 else 1
         if array.dtype.kind not in "iufb" or array.ndim not in (1, 2) or width != self._dimension:
             raise InputError(
@@ -70,11 +71,13 @@ class RegressionHead(Head):
                 f"a row has {self._dimension} numbers.",
                 f"label_dimension={width}",
             )
+        # Integers are frequent as labels of a regression, and their difference to float logits must be a float.
         return array.astype(np.float32)
 
     @override
     def predictions(self, logits: jax.Array) -> dict[str, Any]:
         """Returns the predictions. See `Head.predictions`."""
+        # Without a link the logits are the predictions. tf.estimator then leaves out the key `logits`.
         if self._link is None:
             return {"predictions": logits}
         return {"predictions": self._link(logits), "logits": logits}

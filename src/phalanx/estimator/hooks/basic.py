@@ -46,6 +46,8 @@ class StopAtStepHook(SessionRunHook):
     """
 
     def __init__(self, num_steps: int | None = None, last_step: int | None = None) -> None:
+        # The same rule and the same two names as in basic_session_run_hooks.py.
+        # `num_steps` counts from where this call begins.
         if (num_steps is None) == (last_step is None):
             raise InvalidArgumentError(
                 f"StopAtStepHook(num_steps={shown(num_steps)}, last_step={shown(last_step)})",
@@ -61,6 +63,7 @@ class StopAtStepHook(SessionRunHook):
     @override
     def after_create_session(self, session: HookSession, coord: None) -> None:
         """Computes the last step."""
+        # Only now is the first step known: a checkpoint may have been restored since the constructor.
         if self._last_step is not None:
             self._end = self._last_step
         else:
@@ -80,6 +83,8 @@ def checked_output(output_dir: object, writer: SummaryWriter | None) -> tuple[st
     Raises:
       InvalidArgumentError: the folder is no path, or the writer is no writer.
     """
+    # Checked in the constructor, although the file is created in `begin`: a wrong
+    # path must not end a training at its first step.
     folder = None if output_dir is None else arguments.path("output_dir", output_dir)
     if writer is not None:
         arguments.instance("summary_writer", writer, SummaryWriter, "phalanx.summary.create_file_writer(log_dir)")
@@ -133,6 +138,7 @@ class StepCounterHook(SessionRunHook):
         step = run_context.session.step
         if not self._timer.should_trigger_for_step(step):
             return
+        # A rate needs two moments, so the first step writes none. That also leaves out the time of compilation.
         elapsed_s, steps = self._timer.update_last_triggered_step(step)  # Two Nones at the first step.
         if elapsed_s and steps:
             rate = steps / elapsed_s
@@ -174,10 +180,12 @@ class LoggingTensorHook(SessionRunHook):
         arguments.flag("at_end", at_end)
         if formatter is not None:
             arguments.function("formatter", formatter, "formatter=lambda values: str(values)")
+        # SecondOrStepTimer refuses to have no interval at all, which LoggingTensorHook allows with at_end.
         only_at_end = at_end and every_n_iter is None and every_n_secs is None
         self._timer = None if only_at_end else SecondOrStepTimer(every_n_secs, every_n_iter)
         if not isinstance(tensors, (Mapping, list, tuple)):
             raise InvalidArgumentError(f"tensors={shown(tensors)}", "must be a dict or a list.", '{"loss": loss}')
+        # Names in a fixed order, so that the log lines of two runs can be compared.
         named = (
             sorted(tensors.items())
             if isinstance(tensors, Mapping)
@@ -185,6 +193,7 @@ class LoggingTensorHook(SessionRunHook):
         )
         self._tensors = dict(named)
         self._at_end, self._formatter = at_end, formatter
+        # The hook counts its own iterations, like tf.estimator's: `every_n_iter` is relative to the start of this call.
         self._iteration, self._is_due = 0, False
 
     @override
@@ -224,6 +233,7 @@ class LoggingTensorHook(SessionRunHook):
 
 
 def _name_of(place: int, tensor: object) -> str:
+    # Arrays of a traced function have no names, unlike tensors of a graph. Their place in the list must do.
     return tensor if isinstance(tensor, str) else getattr(tensor, "path", None) or f"array {place}"
 
 
@@ -250,6 +260,8 @@ class NanTensorHook(SessionRunHook):
     def __init__(self, loss_tensor: PyTree, fail_on_nan_loss: bool = True) -> None:
         arguments.flag("fail_on_nan_loss", fail_on_nan_loss)
         self._loss, self._fails = loss_tensor, fail_on_nan_loss
+        # Losses of steps that may still be running. Reading the newest one at once
+        # would make each step wait for the one before.
         self._waiting: deque[Callable[[], Any]] = deque()
 
     @override
@@ -272,6 +284,7 @@ class NanTensorHook(SessionRunHook):
             self._is_nan(self._waiting.popleft()())
 
     def _is_nan(self, loss: ArrayLike | None) -> bool:
+        # None: a scheduled step of a parameter server found no data.
         if loss is None or not np.isnan(np.asarray(loss)).any():
             return False
         if self._fails:

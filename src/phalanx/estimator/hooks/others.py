@@ -46,6 +46,7 @@ class ProfilerHook(SessionRunHook):
         show_memory: bool = False,
     ) -> None:
         self._timer = SecondOrStepTimer(save_secs, save_steps)
+        # tf.estimator's default is "", which means the working folder.
         self._dir = arguments.path("output_dir", "." if isinstance(output_dir, str) and not output_dir else output_dir)
         arguments.flag("show_dataflow", show_dataflow)
         arguments.flag("show_memory", show_memory)
@@ -59,9 +60,11 @@ class ProfilerHook(SessionRunHook):
     @override
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
         """Asks the session to profile the step if it is time."""
+        # The step that is about to run. JAX profiles an interval of time, so it must be known before the step starts.
         step = run_context.session.step + 1
         if self._timer.should_trigger_for_step(step):
             self._timer.update_last_triggered_step(step)
+            # One process writes the profile, but all advance their timers, so that they agree about the next one.
             if is_this_chief():
                 run_context.session.profile_next(self._dir)
         return None
@@ -102,6 +105,7 @@ class GlobalStepWaiterHook(SessionRunHook):
         return None
 
 
+# Seconds between two looks and between two log lines. A look reads one scalar from a device.
 _POLL_S, _TELL_S = 0.5, 60.0
 
 

@@ -120,6 +120,7 @@ class CheckpointSaverHook(SessionRunHook):
                 "the hook saves what the graph has.",
                 "EstimatorSpec(mode, scaffold=scaffold)",
             )
+        # A tf.compat.v1.train.Saver cannot save these variables. The argument exists for the Estimator itself.
         if saver is not None:
             arguments.instance("saver", saver, Saver, "leave saver out")
         self._dir = arguments.path("checkpoint_dir", checkpoint_dir)
@@ -150,9 +151,11 @@ class CheckpointSaverHook(SessionRunHook):
     @override
     def end(self, session: HookSession) -> None:
         """Saves after the last step, if that was not done yet."""
+        # The last step is saved whatever the interval is, as in tf.estimator, but not twice.
         if session.step != self._timer.last_triggered_step():
             self._save(session)
         assert self._saver is not None
+        # The other processes may read the file right after the training, for example to evaluate it.
         self._saver.meet()
         for listener in self._listeners:
             listener.end(session, session.step)
@@ -164,6 +167,7 @@ class CheckpointSaverHook(SessionRunHook):
 
     def _save(self, session: HookSession) -> bool:
         """Saves a checkpoint. Returns whether a listener requests the end of the training run."""
+        # Scheduled steps change variables at any time. A checkpoint must hold the variables of one step.
         session.settle()
         step = session.step
         self._timer.update_last_triggered_step(step)
@@ -171,6 +175,7 @@ class CheckpointSaverHook(SessionRunHook):
             listener.before_save(session, step)
         assert self._saver is not None
         self._saver.save(step)
+        # A list, not `any(generator)`: each listener must be called, even if the first one already asks for the end.
         stop_requests = [listener.after_save(session, step) for listener in self._listeners]
         return any(stop_requests)
 
@@ -180,6 +185,7 @@ def writing_to_the_end(hooks: Iterable[SessionRunHook]) -> Iterator[None]:
     """If the `with` block raises an error, waits for the checkpoints that hooks are writing, so that none is written later."""
     try:
         yield
+    # KeyboardInterrupt, too: a file that is written after the error would look like progress of the next run.
     except BaseException:
         for hook in hooks:
             if isinstance(hook, CheckpointSaverHook):
@@ -225,6 +231,7 @@ class SummarySaverHook(SessionRunHook):
             raise InvalidArgumentError(
                 f"summary_op={shown(summary_op)}", "must be a dict from tags to scalars.", 'summary_op={"loss": loss}'
             )
+        # tf.estimator has a third source, Scaffold.summary_op, which needs a graph. So one of these two is required.
         if output_dir is None and summary_writer is None:
             raise InvalidArgumentError(
                 "SummarySaverHook without a writer",
@@ -248,6 +255,7 @@ class SummarySaverHook(SessionRunHook):
     @override
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
         """Asks for the values if it is time."""
+        # Decided before the step, because the values must be fetched from it.
         self._is_due = self._timer.should_trigger_for_step(run_context.session.step + 1)
         return SessionRunArgs(self._fetches) if self._is_due else None
 

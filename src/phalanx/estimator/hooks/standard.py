@@ -31,11 +31,14 @@ def train_hooks(
       user_hooks: the hooks that the user passes.
     """
     spec, folder = graph.spec, str(config.model_dir)
+    # The order is that of estimator.py in tf.estimator: the user's hooks,
+    # the check for NaN, the log, the model's hooks.
     hooks: list[SessionRunHook] = [NanTensorHook("loss")]
     if every := config.log_step_count_steps:
         hooks.append(LoggingTensorHook({"loss": "loss", "step": GLOBAL_STEP}, every_n_iter=every))
         hooks.append(StepCounterHook(every, summary_writer=writer))
     hooks.extend(spec.training_hooks or ())
+    # training_chief_hooks write files. With several processes, one of them does it.
     if config.is_chief:
         hooks.extend(spec.training_chief_hooks or ())
     if config.save_summary_steps:
@@ -46,4 +49,5 @@ def train_hooks(
         return hooks
     saver = Saver(graph, folder, config.keep_checkpoint_max, config.keep_checkpoint_every_n_hours)
     every_s, every = config.save_checkpoints_secs, config.save_checkpoints_steps
+    # Step 0 is saved, too: an evaluator can start at once, and a crash in the first interval keeps the initial values.
     return [CheckpointSaverHook(folder, every_s, every, saver, listeners=listeners), *hooks]

@@ -32,6 +32,8 @@ class SecondOrStepTimer:
     """
 
     def __init__(self, every_secs: float | None = None, every_steps: int | None = None) -> None:
+        # As in basic_session_run_hooks.py: with both, two clocks would decide,
+        # and processes could not agree on one of them.
         if (every_secs is None) == (every_steps is None):
             raise InvalidArgumentError(
                 f"every_secs={shown(every_secs)} and every_steps={shown(every_steps)}",
@@ -57,8 +59,11 @@ class SecondOrStepTimer:
         if step == self._last_step:
             return False
         if self._every_steps is not None:
+            # `>=` and not `==`: a step of asynchronous workers may advance the count by more than one.
             return step >= self._last_step + self._every_steps
         assert self._every_secs is not None
+        # Clocks of two machines differ. If each asked its own, one process would
+        # save a checkpoint while another trains on.
         return agreed(time.monotonic() >= self._last_s + self._every_secs, step)
 
     def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
@@ -85,8 +90,11 @@ def agreed_by_chief(decide: Callable[[], bool]) -> bool:
     if _num_workers() == 1:
         return bool(decide())
     decision = b"1" if topology.worker_index == 0 and decide() else b"0"
+    # Entry 0 is the chief. The others send a byte only because all processes must take part in an exchange.
     return exchange_bytes(decision, topology.exchange)[0] == b"1"
 
 
 def _num_workers() -> int:
+    # Parameter servers train in one JAX process, although their strategy has
+    # several workers: the chief alone runs hooks.
     return 1 if jax.process_count() == 1 else require_graph("a hook").strategy.topology.num_workers

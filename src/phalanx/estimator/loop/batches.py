@@ -18,6 +18,7 @@ from phalanx.feature_column.base import AbstractColumn
 from phalanx.typing import PyTree
 
 InputFn = Callable[..., Any]
+# *args and **kwargs accept anything, so that they need no value of their own.
 _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
@@ -50,6 +51,7 @@ def dataset_of(
     Raises:
       InputError: the function has another parameter, or returns no dataset.
     """
+    # By name, as tf.estimator's function_utils.fn_args does: an input_fn takes what it needs and no more.
     parameters = inspect.signature(input_fn).parameters
     unknown = [
         p.name for p in parameters.values() if p.name not in values and p.default is p.empty and p.kind not in _REST
@@ -86,6 +88,7 @@ class Batches:
         self._dataset, self._columns, self._labels_fn = dataset, list(columns), labels_fn
 
     def __iter__(self) -> Iterator[PyTree]:
+        # An input_fn of TensorFlow 1 may return tensors instead of a dataset. They give the same batch at each step.
         batches = itertools.repeat(self._dataset) if _is_batch(self._dataset) else iter(self._dataset)
         first: dict[str, tuple[str, tuple[int, ...]]] | None = None
         for batch in batches:
@@ -93,7 +96,10 @@ class Batches:
             _require_names(features)
             spec = _spec_of(features, labels)
             first = spec if first is None else first
+            # A tf.data.Dataset fixes names, dtypes and shapes once. An iterable of
+            # Python can change them from batch to batch.
             _require_alike(spec, first)
+            # Labels may be text. No device holds text, so classes become numbers before the batch is distributed.
             if labels is not None and self._labels_fn is not None:
                 labels = self._labels_fn(_to_numpy(labels))
             yield self._prepared(features), _numbers(labels, "labels")
@@ -114,6 +120,7 @@ def columns_in(params: PyTree) -> list[Any]:
     leaves = jax.tree.leaves(params, is_leaf=is_column)
     columns: list[Any] = []
     for leaf in leaves:
+        # Wide and deep models list a column twice. Equal columns are equal dataclasses, and one array serves both.
         if is_column(leaf) and leaf not in columns:
             columns.append(leaf)
     return columns
@@ -125,6 +132,7 @@ def _is_batch(dataset: object) -> bool:
 
 
 def _split(batch: PyTree) -> tuple[PyTree, PyTree]:
+    # A pair is features and labels, as in tf.data. Features that are a pair need a dict.
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]
     if isinstance(batch, (tuple, list)) and len(batch) != 1:
@@ -167,6 +175,7 @@ def _numbers(tree: PyTree, name: str) -> PyTree:
 
 def _spec_of(features: PyTree, labels: PyTree) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Returns the kind of dtype and the shape of a row, by the names of the arrays of a batch."""
+    # Shapes without the number of rows: the last batch may be short.
     named = {"features": features} | ({} if labels is None else {"labels": labels})
     return {
         name + jax.tree_util.keystr(path): (_KINDS.get(x.dtype.kind, str(x.dtype)), x.shape[1:])
@@ -175,6 +184,7 @@ def _spec_of(features: PyTree, labels: PyTree) -> dict[str, tuple[str, tuple[int
     }
 
 
+# Kinds and not dtypes: int32 in one batch and int64 in another is what NumPy makes of small and large numbers.
 _KINDS = {
     "b": "bools",
     "f": "floats",

@@ -30,6 +30,7 @@ from phalanx.typing import PyTree
 GLOBAL_STEP = "global_step"
 T = TypeVar("T")
 
+# A context variable: get_global_step() takes no argument in TensorFlow, and two Estimators may train in two threads.
 _current: ContextVar["Graph | None"] = ContextVar("phalanx_estimator_graph", default=None)
 
 
@@ -53,6 +54,7 @@ class Trace:
     named: dict[str, Any] = field(default_factory=dict)
     counts_itself: bool = False
     has_records: bool = False
+    # A list and no set: arrays that are being traced can be compared only by identity.
     arrays: list[Any] = field(default_factory=list)
 
 
@@ -77,6 +79,8 @@ class Graph:
         with strategy.scope(), self._store.reusing():
             self.global_step = _new_step()
         self.checkpoint: str | None = None
+        # JAX traces again for each new shape of a batch. Hooks hold arrays of one
+        # trace, so the first one is pinned for them.
         self._pinned: Trace | None = None
         self._latest = Trace()
         self.program = Function(self._run)
@@ -108,6 +112,8 @@ class Graph:
     @property
     def variables(self) -> dict[str, keras.Variable]:
         """All variables by name, without those of metrics."""
+        # A checkpoint of tf.estimator has no state of metrics (they are local
+        # variables there), and metrics start at 0 anyway.
         hidden = {id(v) for metric in self.trace.metrics.values() for v in metric.variables}
         return {name: v for name, v in self._store.variables.items() if id(v) not in hidden}
 
@@ -119,6 +125,7 @@ class Graph:
     @contextmanager
     def as_default(self) -> Iterator[None]:
         """Makes this the current graph inside the `with` block."""
+        # Graphs nest: `train_and_evaluate` evaluates in a saving listener, which runs inside the loop of the training.
         token = _current.set(self)
         try:
             yield
@@ -134,6 +141,7 @@ class Graph:
 
     def find(self, name: str) -> keras.Variable | None:
         """Returns the variable of a name, which may end with an output number as in TensorFlow. None if there is none."""
+        # TensorFlow names tensors "dense/kernel:0". Old programs pass such names to hooks and to get_variable_value.
         return self._store.variables.get(name.partition(":")[0])
 
     def place_of(self, fetch: object) -> int | None:
@@ -141,6 +149,7 @@ class Graph:
         if isinstance(fetch, str):
             named = self.trace.named.get(fetch.partition(":")[0])
             return None if named is None else self.place_of(named)
+        # `==` on traced arrays would add an operation to the program instead of an answer.
         return next((i for i, x in enumerate(self.trace.arrays) if x is fetch), None)
 
     def identity(self, value: T, name: str | None) -> T:
@@ -171,6 +180,7 @@ class Graph:
 
     def _run(self, batch: PyTree) -> PyTree:
         """Runs one step on all replicas. Returns the global loss and the outputs that hooks and callers request."""
+        # The loss is summed, not averaged: each replica has weighted its share by its rows already (`_share`).
         loss, *outputs = self.strategy.run(self.replica_step, args=(batch,))
         return (loss if loss is None else self.strategy.reduce("SUM", loss, axis=None), *outputs)
 
@@ -184,6 +194,7 @@ class Graph:
             with context.averaging():
                 with self._unchanged():
                     spec = self._call(features, labels)
+                # Only `predict` reads predictions: an evaluation would copy them to the host for nothing.
                 outputs = spec.predictions if self.mode == ModeKeys.PREDICT else None
                 return self._share(spec.loss), self._arrays(spec), outputs
 
@@ -195,6 +206,7 @@ class Graph:
     @contextmanager
     def _unchanged(self) -> Iterator[None]:
         """Undoes what the `with` block assigns to the step and to weights, because only a training runs a `train_op`."""
+        # Only these: metrics must keep what an evaluation assigns to them.
         before = [(v, v.value) for v in (self.global_step, *self.trainable_variables)]
         yield
         for variable, value in before:
@@ -202,11 +214,16 @@ class Graph:
                 variable.assign(value)
 
     def _train(self, features: PyTree, labels: PyTree) -> PyTree:
+        # TensorFlow 1 leaves counting to `minimize(loss, global_step)`. A model
+        # function that does so must not count twice.
         before = self.global_step.value
         with context.averaging():
+            # Persistent: a model with two optimizers (wide and deep) asks for gradients twice.
             with GradientTape(persistent=True) as self._latest.tape:
                 spec = self._call(features, labels)
             loss, arrays = self._share(spec.loss), self._arrays(spec)
+        # Outside of the tape and of the averaging scope: the update is not
+        # differentiated, and its loss was weighted above.
         _apply(spec.train_op)
         self._latest.counts_itself = self.global_step.value is not before
         if not self._latest.counts_itself:
@@ -242,11 +259,14 @@ class Graph:
 
     def _arrays(self, spec: EstimatorSpec) -> list[Any]:
         """Returns the arrays that hooks of the model function hold, and the named ones."""
+        # A hook keeps arrays as attributes (LoggingTensorHook, a user's hook).
+        # Only those become outputs of the program.
         held = [*self._latest.named.values(), *(x for hook in hooks_of(spec) for x in jax.tree.leaves(vars(hook)))]
         arrays: list[Any] = []
         for x in held:
             if isinstance(x, jax.core.Tracer) and not any(x is known for known in arrays):
                 arrays.append(x)
+        # Hooks find their arrays by place. Another number of arrays would silently hand them other values.
         if self._pinned is not None and len(arrays) != len(self._pinned.arrays):
             raise TraceError(
                 f"a model_fn whose hooks hold {len(arrays)} arrays",
@@ -275,6 +295,7 @@ def _metric_of(name: str, metric: PyTree) -> keras.metrics.Metric:
 def _mean_of(name: str, value: ArrayLike) -> keras.metrics.Metric:
     """Returns the mean of a value over all batches. Each batch of each replica counts as much as the others."""
     mean = keras.metrics.Mean(name=name.replace("/", "_"))
+    # A replica whose batch is only padding has no batch, so that it must not count as one.
     has_rows = jnp.asarray(context.require_replica().weight) > 0
     # `update_state` would count a batch by its rows.
     mean.total.assign_add(jnp.where(has_rows, jnp.asarray(value, mean.dtype), 0))
@@ -287,6 +308,7 @@ def _apply(train_op: PyTree) -> None:
     for op in train_op if isinstance(train_op, (list, tuple)) else [train_op]:
         if isinstance(op, (list, tuple)):
             _apply(op)
+        # Variables and arrays are results of updates that have run already.
         elif callable(op) and not isinstance(op, (keras.Variable, jax.Array)):
             op()
 

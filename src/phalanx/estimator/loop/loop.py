@@ -30,6 +30,7 @@ _log = logging.getLogger("phalanx")
 _AHEAD = 16
 """Number of scheduled steps per worker that may wait or run."""
 
+# ClusterCoordinator cancels all queued steps after the first error, so the end of the data has two faces.
 _ENDS = (OutOfRangeError, CancelledError)
 """What a scheduled step raises at the end of the data, and what those after it raise."""
 
@@ -112,6 +113,7 @@ class ScheduledSteps(AbstractSteps):
 
     def __init__(self, graph: Graph, dataset_fn: Callable[[InputContext], Any]) -> None:
         assert isinstance(graph.strategy, ParameterServerStrategy)
+        # The replica step and not the program: each worker compiles the step for itself.
         strategy, step = graph.strategy, graph.replica_step
         self._graph, self._coordinator = graph, ClusterCoordinator(strategy)
         workers = strategy.cluster.workers
@@ -132,6 +134,8 @@ class ScheduledSteps(AbstractSteps):
 
     @override
     def prepare(self) -> None:
+        # Variables must exist before a worker can run a step, and the data is
+        # on the workers: a batch of zeros stands in.
         spec = self._coordinator.spec_of(self._iterator)
         self._graph.prepare(jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), spec))
 
@@ -141,6 +145,7 @@ class ScheduledSteps(AbstractSteps):
             for _ in range(self.each):
                 value = self._coordinator.schedule(self._step, args=(self._iterator,))
                 self._running.append(value)
+            # Waiting for the oldest step bounds the queue, and raises here what that step raised on its worker.
             while len(self._running) > self.ahead:
                 self._running.popleft().get()
         except _ENDS:
@@ -149,6 +154,7 @@ class ScheduledSteps(AbstractSteps):
 
     @override
     def settle(self) -> None:
+        # `join` waits for all of them and raises their errors, so their single results are of no interest.
         self._running.clear()
         with suppress(*_ENDS):
             self._coordinator.join()
@@ -194,6 +200,7 @@ class GraphSession:
 
     def advance(self) -> Outputs | None:
         """Runs a step. Returns None at the end of the data."""
+        # Profiles one step: the request is used up even if the data ends here.
         folder, self._profile_dir = self._profile_dir, None
         if folder is None or self._steps.is_empty:
             return self._advance()
@@ -234,6 +241,8 @@ class GraphSession:
         outputs = self._outputs
 
         def value() -> PyTree:
+            # `run` reads the last outputs. They are swapped for the call, so that
+            # `later` needs no second way to resolve a fetch.
             before, self._outputs = self._outputs, outputs
             try:
                 return self.run(fetch)
@@ -248,6 +257,7 @@ class GraphSession:
         """Waits until the last step has ended."""
         self.settle()
         if not isinstance(self._outputs, RemoteValue):
+            # JAX dispatches asynchronously: without this, a profile of the step would end before the step does.
             block_until_ready(jax.tree.leaves(self._outputs))
 
     def run(self, fetches: PyTree, feed_dict: None = None) -> PyTree:
@@ -265,11 +275,13 @@ class GraphSession:
           InvalidArgumentError: a fetch is none of these, or the last step has not computed it.
         """
         SessionRunArgs(fetches, feed_dict)
+        # A Keras variable is no leaf for JAX unless it is said to be one.
         return jax.tree.map(self._value, fetches, is_leaf=lambda x: isinstance(x, keras.Variable))
 
     def _value(self, fetch: PyTree) -> PyTree:
         if isinstance(fetch, keras.Variable):
             return np.asarray(fetch.value)
+        # A constant of the model function is fetched as itself, as a constant tensor is in TensorFlow.
         if isinstance(fetch, (np.ndarray, np.generic, int, float)) or _is_concrete(fetch):
             return fetch
         loss, arrays, _ = self._last(fetch)
@@ -277,6 +289,7 @@ class GraphSession:
             return loss
         place = self.graph.place_of(fetch)
         if place is not None:
+            # tf.estimator fetches from the first replica too: hooks see single values, not PerReplica ones.
             return self.graph.strategy.experimental_local_results(arrays[place])[0]
         variable = self.graph.find(fetch) if isinstance(fetch, str) else None
         if variable is None:
@@ -289,6 +302,7 @@ class GraphSession:
 
     def _last(self, fetch: PyTree) -> tuple[PyTree, PyTree, PyTree]:
         if self._outputs is None:
+            # Variables have values before the first step: `after_create_session` may read them.
             if isinstance(fetch, str) and self.graph.find(fetch) is not None:
                 return None, [], None
             raise InvalidArgumentError(f"fetches={shown(fetch)}", "no step has run yet.", "fetch it in before_run")
@@ -314,8 +328,10 @@ def run_loop(
       recorder: records summaries. None for no summaries.
     """
     recorder = recorder or Recorder(None, None)
+    # Hooks read these as `original_args`. The loop of tf.estimator fetches the train_op and the loss.
     run_args, count = SessionRunArgs(["loss", session.graph.global_step]), 0
     for hook in hooks:
+        # No Coordinator: the loop has no queue runners that one would stop.
         hook.after_create_session(session, None)
     recorder.start(session.step)
     while most is None or count < most:
@@ -323,6 +339,7 @@ def run_loop(
         hook_args = [hook.before_run(run_context) for hook in hooks]
         with recorder.step(session.step):
             outputs = session.advance()
+        # The data has ended: tf.estimator ends normally here, too (OutOfRangeError is no error for it).
         if outputs is None:
             break
         count += 1
@@ -335,6 +352,7 @@ def run_loop(
         for hook, result in zip(hooks, results, strict=True):
             hook.after_run(run_context, SessionRunValues(result))
         yield outputs
+        # All processes decide together: if one left the loop alone, the others would wait in the next all-reduce.
         if stops(run_context.stop_requested, session.graph.strategy.topology):
             break
     session.settle()

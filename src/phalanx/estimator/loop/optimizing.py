@@ -30,6 +30,7 @@ class TrainOp:
 
     def __call__(self) -> None:
         """Applies the gradients."""
+        # In `__call__`, not in `minimize`: in TensorFlow 1 nothing is updated until the session runs the train_op.
         gradients, variables = zip(*self._pairs, strict=True)
         self._optimizer.apply(list(gradients), list(variables))
 
@@ -53,6 +54,8 @@ def gradients_of(
     # If a layer communicates, weighting the loss is still correct, but weighting the gradients is not.
     target = optimizer.scale_loss(loss * jnp.asarray(context.require_replica().weight, loss.dtype))
     gradients = graph.tape.gradient(target, variables)
+    # compute_gradients of TensorFlow 1 returns None for unused variables, and
+    # apply_gradients skips them. Here they are left out at once.
     pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
     if not pairs:
         raise InvalidArgumentError(
@@ -98,6 +101,7 @@ def minimize(
     hint = "estimator.minimize(keras.optimizers.Adam(), loss)"
     arguments.instance("optimizer", optimizer, compat.BaseOptimizer, hint)
     graph = require_graph("estimator.minimize")
+    # Many model functions create the train_op in every mode and return it only in TRAIN.
     if not graph.is_training:
         return _nothing
     return TrainOp(optimizer, gradients_of(optimizer, loss, var_list))

@@ -34,6 +34,8 @@ def rows_of(predictions: PyTree) -> Iterator[Any]:
     Raises:
       InvalidArgumentError: the predictions have different numbers of rows.
     """
+    # A scalar belongs to no row. Repeating it per row would hide that the
+    # model function returns a statistic of the batch.
     sizes = {len(x) if np.ndim(x) else -1 for x in jax.tree.leaves(predictions)}
     if len(sizes) != 1 or -1 in sizes:
         raise InvalidArgumentError(

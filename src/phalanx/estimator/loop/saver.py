@@ -7,9 +7,10 @@ from typing import final
 
 from phalanx._src.checkpoint.checkpoint import of_chief
 from phalanx.errors import CheckpointMismatchError
-from phalanx.estimator.loop.graph import Graph
+from phalanx.estimator.loop.graph import GLOBAL_STEP, Graph
 from phalanx.train import Checkpoint, CheckpointManager, load_checkpoint
 
+# The prefix of tf.estimator. Scripts that look for `model.ckpt-<step>` find checkpoints by it.
 NAME = "model.ckpt"
 _log = logging.getLogger("phalanx")
 
@@ -34,6 +35,7 @@ class Saver:
         keep_every_n_hours: float | None = None,
         name: str = NAME,
     ) -> None:
+        # 0 keeps all in TensorFlow's Saver, None does so in CheckpointManager.
         self._graph, checkpoint = graph, checkpoint_of(graph)
         self._manager = CheckpointManager(
             checkpoint, directory, max_to_keep or None, keep_every_n_hours, checkpoint_name=name
@@ -43,6 +45,7 @@ class Saver:
     def save(self, step: int) -> None:
         """Saves the variables, unless they are those of the checkpoint of this step."""
         path = os.path.join(self._directory, f"{self._name}-{step}")
+        # The step that was just restored is on the disk already: a training that stops at once writes nothing.
         if path != self._graph.checkpoint:
             with self._graph.strategy.scope():
                 self._manager.save(step)
@@ -77,6 +80,7 @@ def restore(graph: Graph, path: str) -> None:
     with graph.strategy.scope():
         status = checkpoint_of(graph).restore(path)
     try:
+        # Variables in the checkpoint that the graph lacks are fine: a prediction needs no state of the optimizer.
         status.assert_existing_objects_matched()
     except CheckpointMismatchError as e:
         raise CheckpointMismatchError(
@@ -90,4 +94,11 @@ def restore(graph: Graph, path: str) -> None:
 
 def names_in(path: str) -> list[str]:
     """Returns the names of the variables in a checkpoint."""
+    # save_counter belongs to tf.train.Checkpoint. Checkpoints of tf.estimator do not have it.
     return sorted(set(load_checkpoint(path).get_variable_to_shape_map()) - {"save_counter"})
+
+
+def step_in(path: str | None) -> int:
+    """Returns the number of steps in a checkpoint, or 0."""
+    reader = None if path is None else load_checkpoint(path)
+    return int(reader.get_tensor(GLOBAL_STEP)) if reader is not None and reader.has_tensor(GLOBAL_STEP) else 0

@@ -31,6 +31,7 @@ class SessionRunArgs:
     """
 
     fetches: PyTree
+    # Both fields exist in tf.estimator.SessionRunArgs. `options` only traces a session: to ignore it changes no result.
     feed_dict: None = None
     options: object = None
 
@@ -41,6 +42,7 @@ class SessionRunArgs:
             )
 
 
+# A protocol and not a base class: the loop that implements it stands above the hooks that use it.
 class HookSession(Protocol):
     """What hooks can ask of the loop that calls them. In tf.estimator it is a session of TensorFlow.
 
@@ -119,6 +121,7 @@ class SessionRunContext:
 
     original_args: SessionRunArgs
     session: HookSession
+    # Not an argument: a hook asks for the end by `request_stop`, and no hook can take that back.
     _stops: bool = field(default=False, init=False, repr=False)
 
     @property
@@ -190,6 +193,7 @@ def checked_hooks(name: str, hooks: object) -> tuple[SessionRunHook, ...]:
       InvalidArgumentError: one of them is not a `SessionRunHook`.
     """
     items = listed(hooks)
+    # Checked when the argument is passed: the missing `end` of a wrong object would fail after hours of training.
     for hook in items:
         if not isinstance(hook, SessionRunHook):
             raise InvalidArgumentError(

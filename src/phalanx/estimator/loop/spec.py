@@ -33,6 +33,7 @@ class ModeKeys:
 
     TRAIN = "train"
     EVAL = "eval"
+    # The value in tf.estimator, which some model functions compare with instead of with the constant.
     PREDICT = "infer"
 
 
@@ -113,6 +114,7 @@ class EstimatorSpec:
             raise InvalidArgumentError(
                 f"EstimatorSpec(mode={shown(self.mode)})", f"must be one of {_MODES}.", "mode=estimator.ModeKeys.TRAIN"
             )
+        # The table of tf.estimator's model_fn.py: what is not needed may be there, so one return can serve all modes.
         needed = {ModeKeys.TRAIN: ("loss", "train_op"), ModeKeys.EVAL: ("loss",), ModeKeys.PREDICT: ("predictions",)}
         for name in needed[self.mode]:
             if getattr(self, name) is None:
@@ -129,6 +131,7 @@ class EstimatorSpec:
                 f"export_outputs={shown(self.export_outputs)}", "must be a dict.", "leave it out"
             )
         if self.loss is not None:
+            # The dataclass is frozen. A loss of shape (1,) becomes a scalar, as `model_fn.py` reshapes it.
             object.__setattr__(self, "loss", _scalar(self.loss))
         for name in ("training_chief_hooks", "training_hooks", "evaluation_hooks", "prediction_hooks"):
             object.__setattr__(self, name, checked_hooks(name, getattr(self, name)))
@@ -157,6 +160,7 @@ def _scalar(loss: ArrayLike) -> jax.Array:
         raise InvalidArgumentError(
             f"loss={shown(loss)}", "is not an array of numbers.", "loss=keras.ops.mean(x)"
         ) from e
+    # An integer loss has no gradient. The check is here, where the message can name the loss.
     if value.size != 1 or not jnp.issubdtype(value.dtype, jnp.floating):
         raise InvalidArgumentError(
             f"a loss of {value.dtype}{list(value.shape)}", "must be a floating scalar.", "loss=keras.ops.mean(losses)"
@@ -165,6 +169,7 @@ def _scalar(loss: ArrayLike) -> jax.Array:
 
 
 def _check_predictions(predictions: PyTree) -> None:
+    # Text predictions do not exist here: heads add the names of classes on the host, after the program.
     leaves = jax.tree.leaves(predictions)
     if not leaves or not all(is_array(x) or isinstance(x, keras.Variable) for x in leaves):
         raise InvalidArgumentError(
@@ -176,6 +181,8 @@ def _check_update(train_op: PyTree) -> None:
     if isinstance(train_op, (list, tuple)):
         for op in train_op:
             _check_update(op)
+    # Variables and arrays are what `assign_add` and friends return in
+    # TensorFlow 1. They have happened already, so they pass.
     elif not (train_op is None or callable(train_op) or isinstance(train_op, keras.Variable) or is_array(train_op)):
         raise InvalidArgumentError(f"train_op={shown(train_op)}", "is no update of variables.", _HINTS["train_op"])
 
@@ -192,6 +199,8 @@ class UpdatedMetric(tuple[Any, Any]):
 
     def __new__(cls, metric: keras.metrics.Metric) -> "UpdatedMetric":
         """Returns the pair."""
+        # Both halves are the value so far: the update happened in the model
+        # function, and TensorFlow 1 returns the new value, too.
         value = metric.result()
         pair = super().__new__(cls, (value, value))
         pair.metric = metric
@@ -203,6 +212,8 @@ def _check_metrics(metrics: object) -> None:
     if metrics is not None and not isinstance(metrics, Mapping):
         raise InvalidArgumentError(f"eval_metric_ops={shown(metrics)}", "must be a dict.", hint)
     for name, metric in (metrics or {}).items():
+        # A pair from a library other than tf1.metrics: its update ran in the
+        # model function, only the value is averaged.
         is_pair = isinstance(metric, tuple) and len(metric) == 2
         if not isinstance(name, str) or not (isinstance(metric, keras.metrics.Metric) or is_pair):
             raise InvalidArgumentError(

@@ -55,6 +55,8 @@ class WarmStartSettings:
             )
         patterns = self.vars_to_warm_start
         for pattern in patterns if isinstance(patterns, (list, tuple)) else [patterns]:
+            # Compiled here only to be checked: a wrong expression would otherwise
+            # fail after the model function was traced.
             _compiled(pattern)
         if not isinstance(self.var_name_to_prev_var_name, (Mapping, NoneType)):
             raise InvalidArgumentError(
@@ -70,6 +72,7 @@ class WarmStartSettings:
           CheckpointMismatchError: the checkpoint lacks a variable, or has another shape of it.
         """
         reader = load_checkpoint(self.ckpt_to_initialize_from)
+        # Variables exist only after the model function was traced, so this runs between the trace and the first step.
         for name, variable in graph.variables.items():
             if self._is_meant(name, variable):
                 variable.assign(self._value(reader, name, variable))
@@ -78,12 +81,15 @@ class WarmStartSettings:
     def _is_meant(self, name: str, variable: keras.Variable) -> bool:
         patterns = self.vars_to_warm_start
         if isinstance(patterns, str):
+            # A string selects trainable variables, a list all variables: the rule
+            # of warm_starting_util.py, kept on purpose.
             return variable.trainable and _compiled(patterns).match(name) is not None
         return any(_compiled(pattern).match(name) is not None for pattern in patterns)
 
     def _value(self, reader: CheckpointReader, name: str, variable: keras.Variable) -> np.ndarray:
         old = (self.var_name_to_prev_var_name or {}).get(name, name)
         shapes = reader.get_variable_to_shape_map()
+        # A shape that broadcasts would be assigned without an error, and train something else.
         if shapes.get(old) != list(variable.shape):
             problem = f"has the shape {shapes[old]}" if old in shapes else f"is not there; it contains {sorted(shapes)}"
             raise CheckpointMismatchError(

@@ -53,6 +53,7 @@ def model_to_estimator(
       >>> model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
       >>> trained = estimator.model_to_estimator(model)
     """
+    # The same rule as in keras_lib.py of tf.estimator.
     if (keras_model is None) == (keras_model_path is None):
         raise InvalidArgumentError(
             "model_to_estimator(keras_model, keras_model_path)",
@@ -71,6 +72,7 @@ def model_to_estimator(
         path = arguments.path("keras_model_path", keras_model_path)
         keras_model = _loaded(path, custom_objects)
     arguments.instance("keras_model", keras_model, keras.Model, "model_to_estimator(keras_model=model)")
+    # The model is copied per trace: two traces must not build the same layers, and the caller's model must not change.
     copies = _Copies(keras_model, dict(metric_names_map or {}))
     return _ModelEstimator(copies, model_dir, config)
 
@@ -78,6 +80,7 @@ def model_to_estimator(
 def _loaded(path: str, custom_objects: Mapping[str, Any] | None) -> keras.Model:
     try:
         return keras.saving.load_model(path, custom_objects=custom_objects)
+    # Keras raises ValueError for a file that is missing, TypeError for a class that it does not know.
     except (OSError, TypeError, ValueError) as e:
         raise InvalidArgumentError(
             f"keras_model_path={path!r}",
@@ -91,6 +94,8 @@ class _ModelEstimator(Estimator):
 
     def __init__(self, copies: "_Copies", model_dir: str | os.PathLike[str] | None, config: RunConfig | None) -> None:
         super().__init__(copies.model_fn, model_dir, config)
+        # Only if there is no checkpoint: a second `train` continues, as
+        # keras_lib.py saves the weights once as a checkpoint.
         self._first_values = copies.first_values
 
 
@@ -132,6 +137,7 @@ class _Copies:
             return EstimatorSpec(mode, predictions=named)
         loss = compat.compute_loss(model, x, labels, outputs, sample_weight, training=mode == ModeKeys.TRAIN)
         if mode == ModeKeys.TRAIN:
+            # Created inside the graph, so that its variables belong to the checkpoint.
             optimizer = keras.optimizers.deserialize(self._compile_config["optimizer"])
             train_op = minimize(optimizer, loss, model.trainable_variables)
             return EstimatorSpec(mode, predictions=named, loss=loss, train_op=train_op)
@@ -154,10 +160,12 @@ def _inputs_of(model: keras.Model, features: PyTree) -> tuple[PyTree, Any]:
       InputError: the features have other names than the inputs.
     """
     sample_weight = None
+    # The two keys by which keras_lib.py passes weights of rows, because an input_fn returns only features and labels.
     if isinstance(features, Mapping) and set(features) == {"features", "sample_weights"}:
         features, sample_weight = features["features"], features["sample_weights"]
     if not isinstance(features, Mapping):
         return features, sample_weight
+    # A model with one input takes a dict of one feature whatever its name is: its input is often called keras_tensor.
     if len(features) == 1:
         return next(iter(features.values())), sample_weight
     names = [tensor.name for tensor in model.inputs or ()]

@@ -5,6 +5,7 @@ import os
 from collections.abc import Sequence
 from typing import final
 
+# The order of arguments in each class is that of linear.py in tf.estimator: programs pass them by position.
 from phalanx.estimator.config import RunConfig
 from phalanx.estimator.heads.base import Head, WeightColumn
 from phalanx.estimator.heads.regression import RegressionHead

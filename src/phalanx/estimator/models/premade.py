@@ -32,8 +32,11 @@ Optimizer: TypeAlias = str | keras.optimizers.Optimizer | Callable[[], Any]
 Columns: TypeAlias = AbstractColumn | Iterable[AbstractColumn] | None
 """A feature column, or several."""
 
+# The names that optimizers.py of tf.estimator knows.
 _NAMES = ("Adagrad", "Adam", "Ftrl", "RMSProp", "SGD")
+# `_LEARNING_RATE` in linear.py and baseline.py of tf.estimator, which calls both a historical artifact.
 _LINEAR_RATE, _BASELINE_RATE = 0.2, 0.3
+# `_LINEAR_LEARNING_RATE` and `_DNN_LEARNING_RATE` in dnn_linear_combined.py of tf.estimator.
 _WIDE_RATE, _DEEP_RATE = 0.005, 0.001
 Activation: TypeAlias = str | Callable[[jax.Array], jax.Array] | None
 """An activation function, or its name in Keras."""
@@ -69,6 +72,8 @@ class HeadEstimator(Estimator):
         if not isinstance(head, Head):
             raise InvalidArgumentError(f"head={shown(head)}", "must be a head.", "head=estimator.BinaryClassHead()")
 
+        # The head stands outside of the model function: it has no variables,
+        # and its checks run once, when the user calls.
         def model_fn(features: PyTree, labels: PyTree, mode: str) -> EstimatorSpec:
             logits, train_op_fn = logits_fn(features, mode)
             return head.create_estimator_spec(features, mode, logits, labels, train_op_fn=train_op_fn)
@@ -89,12 +94,14 @@ def creator_of(optimizer: Optimizer, learning_rate: float | None = None) -> Call
       InvalidArgumentError: `optimizer` is something else.
     """
     if isinstance(optimizer, str) and optimizer in _NAMES:
+        # tf.estimator and Keras spell only this one differently.
         kind = {"RMSProp": keras.optimizers.RMSprop}.get(optimizer) or getattr(keras.optimizers, optimizer)
         return kind if learning_rate is None else functools.partial(kind, learning_rate=learning_rate)
     if isinstance(optimizer, compat.BaseOptimizer):
         # The variables of the given one belong to no graph. Their values can be read now, but not in a model function.
         config = optimizer.get_config()
         return lambda: type(optimizer).from_config(copy.deepcopy(config))
+    # `create` is the method of the optimizers of tf1.train, which describe an optimizer of Keras without creating it.
     if callable(optimizer) or callable(getattr(optimizer, "create", None)):
         return lambda: _created(optimizer)
     raise _no_optimizer(optimizer)
@@ -144,6 +151,7 @@ def _require_dict(features: PyTree) -> None:
 
 def _activation(activation_fn: Activation) -> Callable[[jax.Array], jax.Array]:
     try:
+        # `get` also takes functions. None is the identity, as in Keras; tf.estimator has no activation then, either.
         return keras.activations.get(activation_fn)  # type: ignore[no-any-return]
     except ValueError as e:
         raise InvalidArgumentError(
@@ -172,6 +180,7 @@ def _deep_part(
     def logits_of(features: PyTree, mode: str) -> tuple[jax.Array, list[keras.Variable]]:
         _require_dict(features)
         is_training = mode == ModeKeys.TRAIN
+        # The variables of this part alone: a combined model trains its parts with two optimizers.
         layers: list[keras.layers.Layer] = []
 
         def apply(layer: keras.layers.Layer, x: PyTree, **options: object) -> jax.Array:
@@ -179,13 +188,17 @@ def _deep_part(
             outputs: jax.Array = layer(x, **options)
             return outputs
 
+        # The names of the scopes and layers are those of dnn.py in tf.estimator, so that names of variables are equal.
         with keras.name_scope("dnn"):
             net = apply(feature_column.DenseFeatures(columns, name="input_from_feature_columns"), features)
             for i, size in enumerate(units):
                 net = apply(keras.layers.Dense(size, activation=activation, name=f"hiddenlayer_{i}"), net)
+                # Not created otherwise, since it has a seed: an unused random layer
+                # would still be a variable of the graph.
                 if dropout is not None and is_training:
                     net = apply(keras.layers.Dropout(dropout), net, training=True)
                 if batch_norm:
+                    # 0.999 is the momentum in dnn.py of tf.estimator. The default of Keras is 0.99.
                     normalize = keras.layers.BatchNormalization(momentum=0.999, name=f"batchnorm_{i}")
                     net = apply(normalize, net, training=is_training)
                 _summarize(net, f"dnn/hiddenlayer_{i}", mode)
@@ -198,6 +211,7 @@ def _deep_part(
 
 def _summarize(values: jax.Array, name: str, mode: str) -> None:
     if mode == ModeKeys.TRAIN:
+        # The tags of `_add_hidden_layer_summary` in dnn.py of tf.estimator: dead ReLUs show as a fraction near 1.
         summary.scalar(f"{name}/fraction_of_zero_values", jnp.mean(values == 0))
         summary.histogram(f"{name}/activation", values)
 
@@ -217,6 +231,7 @@ def _linear_part(head: Head, columns: Sequence[AbstractColumn], sparse_combiner:
 
 def _linear_rate(columns: Sequence[AbstractColumn], most: float = _LINEAR_RATE) -> float:
     """Returns the learning rate of Ftrl in tf.estimator."""
+    # More columns, smaller steps: the rule of `_get_default_optimizer` in linear.py of tf.estimator.
     return min(most, 1 / math.sqrt(len(columns)))
 
 
@@ -248,6 +263,7 @@ def linear_logits(
     head: Head, columns: Sequence[AbstractColumn], optimizer: Optimizer | None, combiner: str
 ) -> TrainedLogits:
     """Returns the logits of a linear model, and their `train_op`."""
+    # Only None asks for the rule. The default "Ftrl" has the fixed rate, which looks odd and is what tf.estimator does.
     default = ("Ftrl", _linear_rate(columns)) if optimizer is None else (optimizer, _LINEAR_RATE)
     return _trained(_linear_part(head, columns, combiner), creator_of(*default))
 
@@ -277,6 +293,7 @@ def combined_logits(
         parts.append((_linear_part(head, linear_columns, combiner), creator_of(linear_optimizer, rate)))
 
     def fn(features: PyTree, mode: str) -> tuple[jax.Array, Callable[[jax.Array], PyTree]]:
+        # Both parts see the gradient of one loss, of the sum of their logits. Each updates its own variables.
         outputs = [(*logits_of(features, mode), create) for logits_of, create in parts]
         logits = sum((logits for logits, _, _ in outputs[1:]), start=outputs[0][0])
         return logits, lambda loss: [minimize(create(), loss, variables) for _, variables, create in outputs]
@@ -293,6 +310,7 @@ def baseline_logits(head: Head, optimizer: Optimizer) -> TrainedLogits:
             raise InputError(
                 f"features={shown(features)}", "tell no number of rows.", "a feature, although it is not used"
             )
+        # Any feature will do: only the number of rows counts.
         rows = arrays[0].shape[0]
         with keras.name_scope("baseline"):
             bias = keras.Variable("zeros", shape=(head.logits_dimension,), name="bias")

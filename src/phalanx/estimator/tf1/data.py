@@ -66,6 +66,7 @@ class Dataset:
 
     def repeat(self, count: int | None = None) -> "Dataset":
         """Returns the elements several times; with None or -1, forever. A shuffled dataset gets another order each time."""
+        # -1 is forever in tf.data, too.
         has_end = count is not None and count != -1
         return Dataset(self._dataset.repeat(arguments.integer("count", count) if has_end else None))
 

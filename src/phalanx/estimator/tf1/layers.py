@@ -57,5 +57,6 @@ def flatten(inputs: ArrayLike) -> jax.Array:
 
 
 def _applied(layer: keras.layers.Layer, inputs: ArrayLike, **options: bool) -> jax.Array:
+    # A new layer per call, as in TensorFlow 1: the graph finds its variables by name in later traces.
     outputs: jax.Array = layer(inputs, **options)
     return outputs

@@ -42,6 +42,7 @@ def _loss(
     weights: float,
     reduction: str,
 ) -> jax.Array:
+    # Weights per row would make the three means of TensorFlow 1 differ. Losses of Keras take them.
     if not isinstance(weights, (int, float, np.number)):
         raise InvalidArgumentError(
             f"weights={shown(weights)}",
@@ -100,5 +101,6 @@ def sparse_softmax_cross_entropy(
     Source: tf.compat.v1.losses.sparse_softmax_cross_entropy.
     """
     ids = jnp.asarray(labels)
+    # TensorFlow 1 also takes labels (rows, 1), as datasets of one column yield them.
     ids = ids[..., 0] if ids.ndim == jnp.ndim(logits) else ids
     return softmax_cross_entropy(jax.nn.one_hot(ids, jnp.shape(logits)[-1]), logits, weights, reduction)

@@ -39,6 +39,7 @@ def auc(
     name: str | None = None,
 ) -> UpdatedMetric:
     """Returns the area under a curve. Source: tf.compat.v1.metrics.auc."""
+    # 200 thresholds in both. For precision and recall, Keras interpolates where TensorFlow 1 takes trapezoids.
     metric = keras.metrics.AUC(num_thresholds, curve, name=name or "auc")
     return _updated(metric, labels, predictions, weights)
 

@@ -57,4 +57,5 @@ def sparse_softmax_cross_entropy_with_logits(
     labels: Any = None, logits: Any = None, name: str | None = None
 ) -> jax.Array:
     """Returns one loss per row. Source: tf.compat.v1.nn.sparse_softmax_cross_entropy_with_logits."""
+    # A gather of the label's logit, so that no one-hot labels are needed.
     return -jnp.take_along_axis(jax.nn.log_softmax(logits), jnp.asarray(labels)[..., None], axis=-1)[..., 0]

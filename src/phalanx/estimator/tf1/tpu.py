@@ -26,6 +26,7 @@ def CrossShardOptimizer(opt: T, reduction: str = Reduction.MEAN, group_assignmen
       >>> from phalanx.estimator import tf1
       >>> optimizer = tf1.tpu.CrossShardOptimizer(tf1.train.AdagradOptimizer(0.05))
     """
+    # SUM would need a loss that the model function has divided by itself. Nothing here could check that.
     if reduction != Reduction.MEAN or group_assignment is not None:
         raise InvalidArgumentError(
             f"CrossShardOptimizer(reduction={shown(reduction)}, group_assignment={shown(group_assignment)})",

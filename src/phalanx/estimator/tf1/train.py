@@ -58,6 +58,7 @@ class Optimizer:
                 f"learning_rate={shown(learning_rate)}", "must be a number, or an array.", "learning_rate=0.01"
             )
         self._kind, self._rate = kind, learning_rate
+        # compute_gradients and apply_gradients are two calls for one optimizer, whose loss scale both must use.
         self._made: keras.optimizers.Optimizer | None = None
 
     def create(self) -> keras.optimizers.Optimizer:
@@ -84,6 +85,7 @@ class Optimizer:
     ) -> Callable[[], None]:
         """Returns the `train_op` that applies gradients of `compute_gradients`. Call it in a model function."""
         require_graph("optimizer.apply_gradients")
+        # Forgotten after use: the next trace creates another one, with variables of its graph.
         made, self._made, pairs = self._made, None, list(grads_and_vars)
         if not pairs:
             raise InvalidArgumentError("apply_gradients([])", "there are no gradients.", "compute_gradients(loss)")
@@ -122,6 +124,7 @@ class AdagradOptimizer(Optimizer):
 
     def __init__(self, learning_rate: Rate, initial_accumulator_value: float = 0.1) -> None:
         super().__init__(
+            # TensorFlow 1 adds no epsilon to the root of Adagrad's accumulator; Keras adds 1e-7.
             lambda learning_rate: keras.optimizers.Adagrad(learning_rate, initial_accumulator_value, epsilon=0.0),
             learning_rate,
         )
@@ -178,6 +181,7 @@ def exponential_decay(
 
     Source: tf.compat.v1.train.exponential_decay.
     """
+    # In floats, as learning_rate_decay.py computes it, so that a decay without `staircase` is smooth.
     periods = _steps(global_step) / decay_steps
     return learning_rate * jnp.power(decay_rate, jnp.floor(periods) if staircase else periods)
 
