@@ -37,11 +37,11 @@ class TaskType:
 # RunConfig in run_config.py of tf.estimator: ten minutes, unless the user gives an interval.
 _DEFAULT_SECS = 600
 _REFUSED = {
-    "session_config": ("a program of JAX has no session.", "leave session_config out"),
-    "device_fn": ("the strategy places variables.", "leave device_fn out"),
-    "protocol": ("Phalanx chooses the protocol.", "leave protocol out"),
-    "experimental_distribute": ("both strategies have an option.", "train_distribute=..., eval_distribute=..."),
-    "checkpoint_save_graph_def": ("no graph is saved in any case.", "leave checkpoint_save_graph_def out"),
+    "session_config": ("a JAX program has no session.", "omit session_config"),
+    "device_fn": ("the strategy places variables.", "omit device_fn"),
+    "protocol": ("Phalanx chooses the protocol.", "omit protocol"),
+    "experimental_distribute": ("each strategy has its own option.", "train_distribute=..., eval_distribute=..."),
+    "checkpoint_save_graph_def": ("no graph is ever saved.", "omit checkpoint_save_graph_def"),
 }
 
 
@@ -62,13 +62,13 @@ class RunConfig:
 
     Args:
       model_dir: folder for checkpoints and summaries. All processes must see it. None for a temporary folder.
-      tf_random_seed: seed of all initializers and random layers without a seed of their own.
+      tf_random_seed: seed of all initializers and random layers that have none.
       save_summary_steps: number of steps between two summaries. None or 0 for none.
       session_config: refused.
-      save_checkpoints_steps: number of steps between two checkpoints. None if `save_checkpoints_secs` is used.
+      save_checkpoints_steps: number of steps between two checkpoints. None if `save_checkpoints_secs` is given.
       save_checkpoints_secs: seconds between two checkpoints. By default 600, if `save_checkpoints_steps` is not given.
       keep_checkpoint_max: number of checkpoints to keep. None or 0 for all.
-      keep_checkpoint_every_n_hours: also keep a checkpoint if so many hours have passed since the last one that was kept.
+      keep_checkpoint_every_n_hours: also keep one checkpoint per this many hours, even if `keep_checkpoint_max` would delete it.
       log_step_count_steps: number of steps between two log lines with loss and steps per second. None or 0 for none.
       train_distribute: strategy of `train`. None for the first device; in a cluster, for the strategy that its tasks suggest.
       device_fn: refused.
@@ -76,11 +76,11 @@ class RunConfig:
       eval_distribute: strategy of `evaluate`, but not parameter servers. None for the first device.
       experimental_distribute: refused.
       experimental_max_worker_delay_secs: accepted and ignored, because the workers start together.
-      session_creation_timeout_secs: accepted and ignored, because the start of a cluster has a limit of its own.
-      checkpoint_save_graph_def: must be True, the default. No graph is saved in any case.
+      session_creation_timeout_secs: accepted and ignored, because cluster startup has its own timeout.
+      checkpoint_save_graph_def: must be True, the default. No graph is ever saved.
 
     Raises:
-      InvalidArgumentError: an argument has the wrong type or value, or cannot be honoured.
+      InvalidArgumentError: an argument has the wrong type or value, or is not supported.
 
     Source: tf.estimator.RunConfig.
 
@@ -131,8 +131,8 @@ class RunConfig:
         if isinstance(self.eval_distribute, ParameterServerStrategy):
             raise InvalidArgumentError(
                 "eval_distribute=ParameterServerStrategy(...)",
-                "its workers run steps of a training only.",
-                "eval_distribute=phalanx.MirroredStrategy(); or leave it out",
+                "its workers run training steps only.",
+                "eval_distribute=phalanx.MirroredStrategy(); or omit it",
             )
 
     def _check_intervals(self) -> None:
@@ -185,7 +185,7 @@ class RunConfig:
 
     @property
     def task_id(self) -> int:
-        """The index of this task among those of its type."""
+        """The index of this task among the tasks of its type."""
         return TFConfigClusterResolver().task_id or 0
 
     @property

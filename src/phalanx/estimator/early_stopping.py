@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks that end a training early: the names of `tf.estimator.experimental`."""
+"""Hooks that end a training run early: the names of `tf.estimator.experimental`."""
 
 import functools
 import logging
@@ -25,11 +25,11 @@ Values: TypeAlias = list[tuple[int, float]]
 
 @final
 class EarlyStoppingHook(SessionRunHook):
-    """Ends a training if a function says so. `make_early_stopping_hook` creates it.
+    """Ends a training run when a function returns True. `make_early_stopping_hook` creates it.
 
     Args:
-      should_stop_fn: function without arguments. Returns whether to stop. With several processes, that of the chief decides.
-      every_secs: seconds between two calls. None if `every_steps` decides.
+      should_stop_fn: function without arguments. Returns whether to stop. With several processes, the chief decides.
+      every_secs: seconds between two calls. None if `every_steps` is given.
       every_steps: number of steps between two calls, or None.
     """
 
@@ -38,12 +38,12 @@ class EarlyStoppingHook(SessionRunHook):
 
     @override
     def begin(self) -> None:
-        """Forgets an earlier training."""
+        """Clears the state of an earlier training run."""
         self._timer.reset()
 
     @override
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        """Calls the function if it is time."""
+        """Calls the function if it is due."""
         # Called between two steps on all processes at the same step, so that they can agree.
         step = run_context.session.step
         if self._timer.should_trigger_for_step(step):
@@ -60,12 +60,12 @@ def make_early_stopping_hook(
     run_every_secs: float | None = 60,
     run_every_steps: int | None = None,
 ) -> SessionRunHook:
-    """Returns a hook that ends a training if a function says so. May be called in any context.
+    """Returns a hook that ends a training run when a function returns True. May be called in any context.
 
     Args:
       estimator: the Estimator that trains.
       should_stop_fn: function without arguments. Returns whether to stop.
-      run_every_secs: seconds between two calls of the function. None if `run_every_steps` decides.
+      run_every_secs: seconds between two calls of the function. None if `run_every_steps` is given.
       run_every_steps: number of steps between two calls, or None.
 
     Raises:
@@ -94,16 +94,16 @@ def stop_if_higher_hook(
     run_every_secs: float | None = 60,
     run_every_steps: int | None = None,
 ) -> SessionRunHook:
-    """Returns a hook that ends a training once a metric of an evaluation is above a threshold. May be called in any context.
+    """Returns a hook that ends a training run once a metric of an evaluation is above a threshold. May be called in any context.
 
     Args:
       estimator: the Estimator that trains.
       metric_name: name of the metric.
       threshold: the threshold.
-      eval_dir: folder of the summaries of the evaluations. None for that of the Estimator.
-      min_steps: evaluations of earlier steps do not count.
-      run_every_secs: seconds between two looks. None if `run_every_steps` decides.
-      run_every_steps: number of steps between two looks, or None.
+      eval_dir: folder of the summaries of the evaluations. None for the Estimator's evaluation folder.
+      min_steps: evaluations before this step are ignored.
+      run_every_secs: seconds between two checks. None if `run_every_steps` is given.
+      run_every_steps: number of steps between two checks, or None.
 
     Raises:
       InvalidArgumentError: an argument has the wrong type.
@@ -129,16 +129,16 @@ def stop_if_lower_hook(
     run_every_secs: float | None = 60,
     run_every_steps: int | None = None,
 ) -> SessionRunHook:
-    """Returns a hook that ends a training once a metric of an evaluation is below a threshold. May be called in any context.
+    """Returns a hook that ends a training run once a metric of an evaluation is below a threshold. May be called in any context.
 
     Args:
       estimator: the Estimator that trains.
       metric_name: name of the metric.
       threshold: the threshold.
-      eval_dir: folder of the summaries of the evaluations. None for that of the Estimator.
-      min_steps: evaluations of earlier steps do not count.
-      run_every_secs: seconds between two looks. None if `run_every_steps` decides.
-      run_every_steps: number of steps between two looks, or None.
+      eval_dir: folder of the summaries of the evaluations. None for the Estimator's evaluation folder.
+      min_steps: evaluations before this step are ignored.
+      run_every_secs: seconds between two checks. None if `run_every_steps` is given.
+      run_every_steps: number of steps between two checks, or None.
 
     Raises:
       InvalidArgumentError: an argument has the wrong type.
@@ -164,16 +164,16 @@ def stop_if_no_increase_hook(
     run_every_secs: float | None = 60,
     run_every_steps: int | None = None,
 ) -> SessionRunHook:
-    """Returns a hook that ends a training once a metric of evaluations no longer increases. May be called in any context.
+    """Returns a hook that ends a training run once a metric of evaluations no longer increases. May be called in any context.
 
     Args:
       estimator: the Estimator that trains.
       metric_name: name of the metric.
       max_steps_without_increase: number of training steps without an increase after which it stops.
-      eval_dir: folder of the summaries of the evaluations. None for that of the Estimator.
-      min_steps: evaluations of earlier steps do not count.
-      run_every_secs: seconds between two looks. None if `run_every_steps` decides.
-      run_every_steps: number of steps between two looks, or None.
+      eval_dir: folder of the summaries of the evaluations. None for the Estimator's evaluation folder.
+      min_steps: evaluations before this step are ignored.
+      run_every_secs: seconds between two checks. None if `run_every_steps` is given.
+      run_every_steps: number of steps between two checks, or None.
 
     Raises:
       InvalidArgumentError: an argument has the wrong type.
@@ -199,16 +199,16 @@ def stop_if_no_decrease_hook(
     run_every_secs: float | None = 60,
     run_every_steps: int | None = None,
 ) -> SessionRunHook:
-    """Returns a hook that ends a training once a metric of evaluations no longer decreases. May be called in any context.
+    """Returns a hook that ends a training run once a metric of evaluations no longer decreases. May be called in any context.
 
     Args:
       estimator: the Estimator that trains.
       metric_name: name of the metric.
       max_steps_without_decrease: number of training steps without a decrease after which it stops.
-      eval_dir: folder of the summaries of the evaluations. None for that of the Estimator.
-      min_steps: evaluations of earlier steps do not count.
-      run_every_secs: seconds between two looks. None if `run_every_steps` decides.
-      run_every_steps: number of steps between two looks, or None.
+      eval_dir: folder of the summaries of the evaluations. None for the Estimator's evaluation folder.
+      min_steps: evaluations before this step are ignored.
+      run_every_secs: seconds between two checks. None if `run_every_steps` is given.
+      run_every_steps: number of steps between two checks, or None.
 
     Raises:
       InvalidArgumentError: an argument has the wrong type.
@@ -239,7 +239,7 @@ def _metric_hook(
     every_secs: float | None,
     every_steps: int | None,
 ) -> SessionRunHook:
-    """Returns a hook that ends a training run once a function of one metric's values says so."""
+    """Returns a hook that ends a training run once a function of one metric's values returns True."""
     arguments.instance("estimator", estimator, Estimator, "stop_if_higher_hook(estimator, metric_name, threshold)")
     if not isinstance(metric_name, str):
         raise InvalidArgumentError(f"metric_name={shown(metric_name)}", "must be a str.", 'metric_name="loss"')

@@ -42,14 +42,14 @@ _log = logging.getLogger("phalanx")
 class Estimator:
     """Trains, evaluates, predicts and exports a model function, under any strategy. May be created outside all scopes.
 
-    The model function creates layers, losses and an optimizer of Keras, and returns an `EstimatorSpec`. It is traced: its
+    The model function creates layers, losses and a Keras optimizer, and returns an `EstimatorSpec`. It is traced: its
     Python code runs a few times per mode, and its variables are found by their names.
 
     A training continues from the latest checkpoint in `model_dir`. Evaluation and prediction read it.
 
     Args:
       model_fn: function with the parameters `features` and, as needed, `labels`, `mode`, `params` and `config`.
-      model_dir: folder for checkpoints and summaries. None for that of `config`, or a temporary folder.
+      model_dir: folder for checkpoints and summaries. None for the folder in `config`, or else a temporary one.
       config: options.
       params: dict that the model function receives. Feature columns in it compute the numbers of categories.
       warm_start_from: a checkpoint, or `WarmStartSettings`, for the first values of variables.
@@ -144,15 +144,15 @@ class Estimator:
         max_steps: int | None = None,
         saving_listeners: Iterable[CheckpointSaverListener] | None = None,
     ) -> "Estimator":
-        """Trains, from the latest checkpoint on. Call it outside all scopes, in all processes that train.
+        """Trains, starting from the latest checkpoint. Call it outside all scopes, in all processes that train.
 
         Args:
           input_fn: function that returns a dataset of batches `(features, labels)`: one batch per replica and step. It may have
             parameters `input_context`, `mode`, `params` and `config`.
           hooks: code that runs between steps.
           steps: number of steps of this call. None for the length of the dataset.
-          max_steps: number of steps of the whole training. If there were as many, the call does nothing.
-          saving_listeners: code that runs around each checkpoint.
+          max_steps: total number of training steps, over all calls. Does nothing if that many have run already.
+          saving_listeners: code that runs before and after each checkpoint.
 
         Returns:
           This object.
@@ -175,7 +175,7 @@ class Estimator:
         batches.require_steps("steps", steps)
         batches.require_steps("max_steps", max_steps)
         path = self.latest_checkpoint()
-        # Read from the file, before a graph is built: a training that has ended
+        # Read from the file, before a graph is built: a training run that has ended
         # already costs nothing when a job restarts.
         if max_steps is not None and (done := step_in(path)) >= max_steps:
             _log.info("Skipping training, because the latest checkpoint has %d steps.", done)
@@ -243,7 +243,7 @@ class Estimator:
             for _ in run_loop(session, all_hooks, steps):
                 pass
             values = {key: np.asarray(metric.result()) for key, metric in graph.trace.metrics.items()}
-            # Of a dict of metrics, each has a name of its own.
+            # `[()]` makes NumPy scalars of arrays without dims: tf.estimator returns these.
             results: dict[str, Any] = {key: value[()] for key, value in values.items()}
             results[GLOBAL_STEP] = np.int64(graph.global_step)
         write_results(self._writer(self.eval_dir(name)), results, path)
@@ -264,7 +264,7 @@ class Estimator:
           predict_keys: names of the predictions to yield. None for all.
           hooks: code that runs between batches.
           checkpoint_path: another checkpoint.
-          yield_single_examples: whether to yield one row at a time instead of whole batches.
+          yield_single_examples: whether to yield one row at a time instead of one batch at a time.
 
         Yields:
           Dicts of NumPy arrays; or arrays, if the model function returns an array.
@@ -313,7 +313,7 @@ class Estimator:
         arguments.flag("as_text", as_text)
         if experimental_mode != ModeKeys.PREDICT:
             raise InvalidArgumentError(
-                f"experimental_mode={shown(experimental_mode)}", "only predictions are exported.", "leave it out"
+                f"experimental_mode={shown(experimental_mode)}", "only predictions are exported.", "omit it"
             )
         path = self._checkpoint(checkpoint_path)
         if path is None:
@@ -372,7 +372,7 @@ class Estimator:
         return other
 
     def _params_for(self, mode: str) -> dict[str, Any]:
-        """Returns what the model function and the input function get as `params`."""
+        """Returns the `params` of the model function and the input function."""
         return self.params
 
     def _call_model_fn(self, features: PyTree, labels: PyTree, mode: str) -> EstimatorSpec:

@@ -29,7 +29,7 @@ class ServingInputReceiver:
       receiver_tensors_alternatives: must be None.
 
     Raises:
-      InvalidArgumentError: `features` are no arrays, or another argument cannot be honoured.
+      InvalidArgumentError: `features` are not arrays, or another argument is not supported.
 
     Source: tf.estimator.export.ServingInputReceiver.
 
@@ -62,7 +62,7 @@ class ServingInputReceiver:
             raise InvalidArgumentError(
                 f"receiver_tensors_alternatives={shown(self.receiver_tensors_alternatives)}",
                 "an exported model receives the features themselves.",
-                "leave it out",
+                "omit it",
             )
 
 
@@ -82,7 +82,7 @@ def build_raw_serving_input_receiver_fn(
       default_batch_size: has no effect, because an exported model takes any number of rows.
 
     Raises:
-      InvalidArgumentError: `features` is no dict.
+      InvalidArgumentError: `features` is not a dict.
 
     Source: tf.estimator.export.build_raw_serving_input_receiver_fn.
 

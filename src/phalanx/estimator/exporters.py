@@ -35,7 +35,7 @@ class Exporter(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The name of the exporter, which is that of its folder."""
+        """The name of the exporter and of its folder."""
 
     @abstractmethod
     def export(
@@ -53,7 +53,7 @@ class Exporter(ABC):
           export_path: folder for the exports.
           checkpoint_path: the checkpoint that was evaluated.
           eval_result: the metrics.
-          is_the_final_export: whether the training has ended.
+          is_the_final_export: whether the training run has ended.
 
         Returns:
           The path of the export, or None.
@@ -82,7 +82,7 @@ class _SavedModelExporter(Exporter):
     @property
     @override
     def name(self) -> str:
-        """The name of the exporter, which is that of its folder."""
+        """The name of the exporter and of its folder."""
         return self._name
 
     @override

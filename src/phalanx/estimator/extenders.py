@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`add_metrics`: an Estimator with further metrics."""
+"""`add_metrics`: an Estimator with more metrics."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -16,11 +16,11 @@ _PARAMETERS = ("features", "labels", "predictions", "config")
 
 
 def add_metrics(estimator: Estimator, metric_fn: Callable[..., dict[str, Any]]) -> Estimator:
-    """Returns an Estimator that also computes other metrics. May be called outside all scopes.
+    """Returns an Estimator that also computes more metrics. May be called outside all scopes.
 
     Args:
-      estimator: the Estimator. It does not change.
-      metric_fn: function with some of the parameters `features`, `labels`, `predictions` and `config`. Returns a dict like
+      estimator: the Estimator. It is not modified.
+      metric_fn: function that takes any of the parameters `features`, `labels`, `predictions` and `config`. Returns a dict like
         `eval_metric_ops`.
 
     Raises:

@@ -25,7 +25,7 @@ def numpy_input_fn(
 ) -> Callable[[], Any]:
     """Returns an input function that yields batches of NumPy arrays. May be called in any context.
 
-    As in TensorFlow, batches go on across the ends of epochs, so only the last batch may be short.
+    As in TensorFlow, batches continue across epoch boundaries, so only the last batch may be short.
 
     Args:
       x: array, or dict of arrays (rows, ...).
@@ -52,7 +52,7 @@ def numpy_input_fn(
     if num_epochs is not None:
         arguments.integer("num_epochs", num_epochs)
     # There is no default: inputs/numpy_io.py of tf.estimator insists on it as
-    # well, because forgetting it spoils a training.
+    # well, because forgetting it spoils a training run.
     if not isinstance(shuffle, bool):
         raise InvalidArgumentError(f"shuffle={shown(shuffle)}", "must be a bool.", "shuffle=True")
     data = jax.tree.map(np.asarray, x if y is None else (x, y))
@@ -109,7 +109,7 @@ def pandas_input_fn(x: PyTree, y: PyTree = None, **options: PyTree) -> Callable[
       **options: as for `numpy_input_fn`.
 
     Raises:
-      InvalidArgumentError: `x` is no table, or see `numpy_input_fn`.
+      InvalidArgumentError: `x` is not a table, or see `numpy_input_fn`.
 
     Source: tf.compat.v1.estimator.inputs.pandas_input_fn.
     """

@@ -54,10 +54,10 @@ class TPUConfig:
 
     Args:
       iterations_per_loop: has no effect, because hooks see each step. In TensorFlow, a number of steps that run without them.
-      num_shards: number of replicas, which must be that of the strategy. None for any.
+      num_shards: number of replicas, which must equal that of the strategy. None for any.
       num_cores_per_replica: must be None.
       per_host_input_for_training: True, `PER_HOST_V1` or `PER_HOST_V2`. In each case, a host calls the input function once, and
-        each replica takes a batch of its own.
+        each replica takes its own batch.
       tpu_job_name: must be None.
       initial_infeed_sleep_secs: must be None.
       input_partition_dims: must be None.
@@ -67,7 +67,7 @@ class TPUConfig:
       experimental_feed_hook: must be None.
 
     Raises:
-      InvalidArgumentError: an argument has the wrong type or value, or cannot be honoured.
+      InvalidArgumentError: an argument has the wrong type or value, or is not supported.
 
     Source: tf.compat.v1.estimator.tpu.TPUConfig.
 
@@ -108,25 +108,25 @@ class TPUConfig:
 # Options that change results or placement are refused. Those that only tune TensorFlow's infeed are accepted above.
 _REFUSED = {
     "num_cores_per_replica": (
-        "a device assignment has the cores of a replica.",
+        "a device assignment sets the cores per replica.",
         "RunConfig(train_distribute=phalanx.TPUStrategy(resolver, assignment))",
     ),
     "tpu_job_name": ("the resolver names the hosts.", "RunConfig(cluster=TPUClusterResolver(tpu))"),
-    "initial_infeed_sleep_secs": ("batches wait for the program.", "leave initial_infeed_sleep_secs out"),
+    "initial_infeed_sleep_secs": ("batches wait for the program.", "omit initial_infeed_sleep_secs"),
     "input_partition_dims": (
         "a program splits its arrays itself.",
         "strategy.experimental_split_to_logical_devices(x, dims) in the model_fn",
     ),
     "eval_training_input_configuration": (
-        "each replica takes batches of its own.",
-        "leave eval_training_input_configuration out",
+        "each replica takes its own batches.",
+        "omit eval_training_input_configuration",
     ),
     "experimental_host_call_every_n_steps": ("there are no host calls.", "a hook, and SessionRunArgs(arrays)"),
-    "experimental_allow_per_host_v2_parallel_get_next": ("batches are read ahead in order.", "leave it out"),
-    "experimental_feed_hook": ("the strategy feeds the replicas.", "leave experimental_feed_hook out"),
+    "experimental_allow_per_host_v2_parallel_get_next": ("batches are read ahead in order.", "omit it"),
+    "experimental_feed_hook": ("the strategy feeds the replicas.", "omit experimental_feed_hook"),
 }
 _REFUSED_OF_RUN = {
-    "evaluation_master": ("evaluation runs where the training does.", "leave evaluation_master out"),
+    "evaluation_master": ("evaluation runs where the training does.", "omit evaluation_master"),
     "master": ("a resolver has the addresses.", "cluster=TPUClusterResolver(tpu)"),
 }
 
@@ -145,7 +145,7 @@ class RunConfig(estimator_config.RunConfig):
     The other arguments are those of `phalanx.estimator.RunConfig`.
 
     Raises:
-      InvalidArgumentError: an argument has the wrong type or value, or cannot be honoured.
+      InvalidArgumentError: an argument has the wrong type or value, or is not supported.
 
     Source: tf.compat.v1.estimator.tpu.RunConfig.
 
@@ -200,7 +200,7 @@ class TPUEstimator(Estimator):
 
     Raises:
       DeviceError: there is no TPU.
-      InvalidArgumentError: an argument has the wrong type or value, or cannot be honoured.
+      InvalidArgumentError: an argument has the wrong type or value, or is not supported.
 
     Source: tf.compat.v1.estimator.tpu.TPUEstimator.
 
@@ -230,10 +230,10 @@ class TPUEstimator(Estimator):
         export_saved_model_api_version: int = 1,
     ) -> None:
         _require("batch_axis", batch_axis, None, "keras.ops.moveaxis(x, axis, 0) in the input_fn")
-        _require("export_to_tpu", export_to_tpu, True, "leave export_to_tpu out")
-        _require("export_to_cpu", export_to_cpu, True, "leave export_to_cpu out")
+        _require("export_to_tpu", export_to_tpu, True, "omit export_to_tpu")
+        _require("export_to_cpu", export_to_cpu, True, "omit export_to_cpu")
         _require("embedding_config_spec", embedding_config_spec, None, "feature_column.embedding_column(column, 8)")
-        _require("export_saved_model_api_version", export_saved_model_api_version, 1, "leave it out")
+        _require("export_saved_model_api_version", export_saved_model_api_version, 1, "omit it")
         arguments.flag("use_tpu", use_tpu)
         arguments.flag("eval_on_tpu", eval_on_tpu)
         hint = "config=phalanx.estimator.tpu.RunConfig(cluster=resolver)"
@@ -242,7 +242,7 @@ class TPUEstimator(Estimator):
         if params is not None and _BATCH_SIZE in params:
             raise InvalidArgumentError(
                 f"params={shown(params)}",
-                "the batch size is that of TPUEstimator.",
+                "TPUEstimator sets the batch size.",
                 "TPUEstimator(train_batch_size=64)",
             )
         # With use_tpu=False the same program runs on CPUs and GPUs, which is how TPU programs are usually tested.

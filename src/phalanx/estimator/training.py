@@ -34,9 +34,9 @@ class TrainSpec:
 
     Args:
       input_fn: see `Estimator.train`.
-      max_steps: number of steps of the whole training. None for the length of the dataset.
+      max_steps: total number of training steps, over all calls. None for the length of the dataset.
       hooks: code that runs between steps.
-      saving_listeners: code that runs around each checkpoint, on the chief.
+      saving_listeners: code that runs before and after each checkpoint, on the chief.
 
     Raises:
       InvalidArgumentError: an argument has the wrong type or value.
@@ -72,7 +72,7 @@ class EvalSpec:
       hooks: code that runs between batches.
       exporters: an exporter, or several.
       start_delay_secs: seconds that a separate evaluator waits before its first evaluation.
-      throttle_secs: least number of seconds from the start of an evaluation to the start of the next one.
+      throttle_secs: minimum number of seconds from the start of an evaluation to the start of the next one.
 
     Raises:
       InvalidArgumentError: an argument has the wrong type or value.
@@ -109,9 +109,7 @@ class EvalSpec:
         # The name is the folder. Two exporters in one folder would delete each other's exports.
         names = [exporter.name for exporter in exporters]
         if len(set(names)) < len(names):
-            raise InvalidArgumentError(
-                f"exporters of the names {names}", "each needs a name of its own.", 'name="best"'
-            )
+            raise InvalidArgumentError(f"exporters of the names {names}", "their names must differ.", 'name="best"')
         object.__setattr__(self, "exporters", exporters)
         for name in ("start_delay_secs", "throttle_secs"):
             # 0 is allowed here, unlike for other times: evaluate without a delay, and after each checkpoint.
@@ -130,8 +128,8 @@ def train_and_evaluate(
 
     Args:
       estimator: the Estimator. All processes have the same `model_dir`.
-      train_spec: what to train.
-      eval_spec: what to evaluate and export.
+      train_spec: data and length of the training run.
+      eval_spec: data of the evaluation, and exporters.
 
     Returns:
       Without a cluster, the last metrics and the last results of the exporters. In a cluster, None.
@@ -188,12 +186,12 @@ class Evaluator:
 
     Args:
       estimator: the Estimator.
-      spec: what to evaluate and export.
-      max_steps: number of steps of the whole training, or None.
+      spec: data of the evaluation, and exporters.
+      max_steps: total number of training steps, over all calls, or None.
 
     Attributes:
-      metrics: of the last evaluation, or None.
-      exports: what the exporters returned after it.
+      metrics: metrics of the last evaluation, or None.
+      exports: what the exporters returned for that evaluation.
     """
 
     def __init__(self, estimator: Estimator, spec: EvalSpec, max_steps: int | None) -> None:
@@ -203,10 +201,10 @@ class Evaluator:
         self.exports: list[Any] = []
 
     def evaluate(self, *, is_final: bool = False) -> bool:
-        """Evaluates the latest checkpoint, unless that was done before. Returns whether it has evaluated.
+        """Evaluates the latest checkpoint, unless it was evaluated before. Returns whether it evaluated one.
 
         Args:
-          is_final: whether no further checkpoint will come.
+          is_final: whether this is the last checkpoint.
         """
         path = self._estimator.latest_checkpoint()
         # As in training.py of tf.estimator: no second evaluation of one checkpoint, which would export it twice.
@@ -237,7 +235,7 @@ class Evaluator:
         return self._max_steps is not None and done is not False and done >= self._max_steps
 
     def run(self) -> None:
-        """Evaluates each new checkpoint until the training has ended."""
+        """Evaluates each new checkpoint until the training run has ended."""
         # tf.estimator waits before the first evaluation, too: at the beginning there is nothing worth evaluating.
         time.sleep(self._spec.start_delay_secs)
         while not self._is_last:
@@ -264,7 +262,7 @@ class _EvaluatesSaved(CheckpointSaverListener):
 
     Args:
       evaluator: evaluates and exports.
-      throttle_s: least number of seconds between two evaluations.
+      throttle_s: minimum number of seconds between two evaluations.
     """
 
     def __init__(self, evaluator: Evaluator, throttle_s: float) -> None:
@@ -274,7 +272,7 @@ class _EvaluatesSaved(CheckpointSaverListener):
 
     @override
     def begin(self) -> None:
-        """Forgets an earlier training."""
+        """Clears the state of an earlier training run."""
         self._timer.reset()
         self._is_first = True
 

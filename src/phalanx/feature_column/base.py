@@ -78,7 +78,7 @@ class AbstractDescription:
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> Self:
-        """Returns what `get_config` described."""
+        """Creates a column from the result of `get_config`."""
         return cls(**{name: keras.saving.deserialize_keras_object(value) for name, value in config.items()})
 
 

@@ -84,7 +84,7 @@ class CrossedColumn(AbstractHostColumn):
 
 
 def _part(key: Key, features: Mapping[str, Any]) -> Occurrences:
-    """Returns what is hashed: fingerprints of strings, integers and ids themselves, and floats without their fractions."""
+    """Returns the values to hash: fingerprints of strings, integers and ids themselves, and floats without their fractions."""
     if not isinstance(key, str):
         # A cross takes ids as integers. A -1 stays, and hashes like any other id, as in TensorFlow.
         ids, is_present = key.occurrences(features)

@@ -212,7 +212,7 @@ def _table(name: str, num_buckets: int, dimension: object, initializer: PyTree, 
         initializer = keras.initializers.get(initializer)
     except Exception as e:
         raise InvalidArgumentError(
-            f"initializer={shown(initializer)}", "must be an initializer of Keras or a function.", 'initializer="zeros"'
+            f"initializer={shown(initializer)}", "must be a Keras initializer or a function.", 'initializer="zeros"'
         ) from e
     return Table(name, num_buckets, dimension, initializer, arguments.flag("trainable", trainable))
 

@@ -71,7 +71,7 @@ class NumericColumn(AbstractDenseColumn, AbstractRawInput):
         return jnp.asarray(self.normalized(feature), jnp.float32).reshape(feature.shape[0], self.width)
 
     def normalized(self, feature: A) -> A:
-        """Returns what `normalizer_fn` makes of a feature."""
+        """Returns a feature, normalized."""
         feature = feature.reshape(feature.shape[0], *self.shape)
         return feature if self.normalizer_fn is None else self.normalizer_fn(feature)
 

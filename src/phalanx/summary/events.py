@@ -192,7 +192,7 @@ def scalars_in(pattern: str) -> dict[int, dict[str, float]]:
                 if value.metadata.plugin_data.plugin_name == "scalars":
                     (number,) = np.frombuffer(value.tensor.tensor_content, np.float32)
                     scalars.setdefault(event.step, {})[value.tag] = float(number)
-    # Files are sorted by name and not by step: a training that was restarted has several.
+    # Files are sorted by name and not by step: a training run that was restarted has several.
     return dict(sorted(scalars.items()))
 
 

@@ -54,7 +54,7 @@ def scalar(
       reduce_op: MEAN or SUM over the replicas.
 
     Returns:
-      Whether the value is recorded. A traced bool if a traced condition decides it.
+      Whether the value is recorded. A traced bool if the condition is traced.
 
     Raises:
       InvalidArgumentError: there is no step, or an argument has the wrong type or shape.
@@ -78,10 +78,10 @@ def scalar(
 def histogram(
     name: str, data: ArrayLike, step: Step = None, buckets: int | None = None, description: str | None = None
 ) -> Recorded:
-    """Records how values are distributed. May be called in any context.
+    """Records the distribution of values. May be called in any context.
 
     The program counts the values, so only the counts leave it. In replica context, the values of all replicas are counted.
-    Values that are not finite are left out.
+    Non-finite values are ignored.
 
     Args:
       name: the tag in TensorBoard.
@@ -91,7 +91,7 @@ def histogram(
       description: text for TensorBoard, in Markdown.
 
     Returns:
-      Whether the values are recorded. A traced bool if a traced condition decides it.
+      Whether the values are recorded. A traced bool if the condition is traced.
 
     Raises:
       InvalidArgumentError: there is no step, or an argument has the wrong type.
@@ -126,11 +126,11 @@ def image(
       name: the tag in TensorBoard.
       data: array (images, height, width, channels) with 1 to 4 channels: floats from 0 to 1, or uint8.
       step: integer. None for the default step.
-      max_outputs: how many images to record, from the first.
+      max_outputs: maximum number of images to record.
       description: text for TensorBoard, in Markdown.
 
     Returns:
-      Whether the images are recorded. A traced bool if a traced condition decides it.
+      Whether the images are recorded. A traced bool if the condition is traced.
 
     Raises:
       InvalidArgumentError: there is no step, or an argument has the wrong type or shape.
@@ -175,11 +175,11 @@ def audio(
       data: array (sounds, samples, channels) of floats from -1 to 1, with 1 or 2 channels.
       sample_rate: samples per second.
       step: integer. None for the default step.
-      max_outputs: how many sounds to record, from the first.
+      max_outputs: maximum number of sounds to record.
       description: text for TensorBoard, in Markdown.
 
     Returns:
-      Whether the sounds are recorded. A traced bool if a traced condition decides it.
+      Whether the sounds are recorded. A traced bool if the condition is traced.
 
     Raises:
       InvalidArgumentError: there is no step, or an argument has the wrong type or shape.
@@ -212,13 +212,13 @@ def text(name: str, data: PyTree, step: Step = None, description: str | None = N
 
     Args:
       name: the tag in TensorBoard.
-      data: a str in Markdown, or a list of strs, which TensorBoard shows as a table. A compiled function records the text with
-        which it was traced.
+      data: a str in Markdown, or a list of strs, which TensorBoard shows as a table. A compiled function records the text
+        that it was traced with.
       step: integer. None for the default step.
       description: text for TensorBoard, in Markdown.
 
     Returns:
-      Whether the text is recorded. A traced bool if a traced condition decides it.
+      Whether the text is recorded. A traced bool if the condition is traced.
 
     Raises:
       InvalidArgumentError: there is no step, or an argument has the wrong type.
@@ -255,7 +255,7 @@ def write(tag: str, tensor: PyTree, step: Step = None, metadata: object = None) 
       metadata: a protocol buffer `SummaryMetadata` that names the plugin, or None.
 
     Returns:
-      Whether the array is recorded. A traced bool if a traced condition decides it.
+      Whether the array is recorded. A traced bool if the condition is traced.
 
     Raises:
       InvalidArgumentError: there is no step, or an argument has the wrong type.
@@ -353,7 +353,7 @@ def _checked_condition(condition: Any) -> Recorded:
 
 
 def _starts(kind: str, name: object, description: object) -> Recorded:
-    """Checks what all summaries have, and returns whether to record: a bool, or a traced bool."""
+    """Checks the arguments that all summaries have. Returns whether to record, a bool or a traced bool."""
     if not isinstance(name, str) or not name:
         raise InvalidArgumentError(f"summary.{kind}(name={shown(name)})", "must be a str, not empty.", 'name="loss"')
     if description is not None and not isinstance(description, str):
@@ -414,7 +414,7 @@ def _array(kind: str, data: ArrayLike | keras.Variable, ranks: tuple[int, ...] |
             f"summary.{kind} of {shown(data)}", "it is not an array of numbers.", "pass an array"
         ) from e
     if jnp.issubdtype(value.dtype, jnp.complexfloating):
-        raise InvalidArgumentError(f"summary.{kind} of complex numbers", "TensorBoard shows none.", "jnp.abs(x)")
+        raise InvalidArgumentError(f"summary.{kind} of complex numbers", "TensorBoard cannot show them.", "jnp.abs(x)")
     if ranks is not None and value.ndim not in ranks:
         raise InvalidArgumentError(
             f"summary.{kind} of an array of shape {tuple(value.shape)}",
@@ -427,7 +427,7 @@ def _array(kind: str, data: ArrayLike | keras.Variable, ranks: tuple[int, ...] |
 def _record(
     kind: str, tag: str, make: Callable[[], jax.Array | None], step: Step, notes: Hashable, is_on: Recorded
 ) -> Recorded:
-    """Records what `make()` returns, if `is_on`."""
+    """Records the result of `make()`, if `is_on`."""
     scope = compat.surrounding_scope()
     step = checked_step(step)
     if step is None:

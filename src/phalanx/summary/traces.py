@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Records the text of compiled programs, and what the profiler measures while they run."""
+"""Records the text of compiled programs, and profiles of their runs."""
 
 import os
 import shutil
@@ -46,8 +46,8 @@ class _Trace:
 
     Attributes:
       programs: the called programs. None if they are not collected.
-      profile: where the profiler writes until the trace is exported. None if it is off.
-      out_dir: where the profile goes. None if `trace_export` decides.
+      profile: folder of the profiler until the trace is exported. None if profiling is off.
+      out_dir: folder of the exported profile. None if `trace_export` names it.
     """
 
     programs: CalledPrograms | None
@@ -91,7 +91,7 @@ def graph(graph_data: object, name: str = "graph") -> Recorded:
 
 
 def trace_on(graph: bool = True, profiler: bool = False, profiler_outdir: str | os.PathLike[str] | None = None) -> None:
-    """Starts to collect the programs that are called, and to profile. Call it outside compiled functions.
+    """Starts to collect called programs, and to profile. Call it outside compiled functions.
 
     `trace_export` stops and writes, and `trace_off` stops. A program is collected at its first call after `trace_on`, on any
     thread: compiled functions, `Strategy.run` and the steps of `fit`. In a cluster, all processes call it.
@@ -126,7 +126,7 @@ def trace_on(graph: bool = True, profiler: bool = False, profiler_outdir: str | 
 
 
 def trace_export(name: str, step: Step = None, profiler_outdir: str | os.PathLike[str] | None = None) -> None:
-    """Stops the trace, and writes what it has collected. Call it outside compiled functions.
+    """Stops the trace and writes the programs and the profile. Call it outside compiled functions.
 
     The default writer gets the programs as a text. The profile is written to the folder, where TensorBoard's plugin for profiles
     finds it. Only the chief of a cluster writes.

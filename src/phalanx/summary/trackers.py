@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trackers of experiments, which take the scalars of a training. `phalanx.summary.create_tracker_writer` connects them."""
+"""Experiment trackers, which receive scalars from `phalanx.summary.create_tracker_writer`."""
 
 import csv
 import json
@@ -21,7 +21,7 @@ __all__ = ["CSVTracker", "MLflowTracker", "Tracker", "WandbTracker"]
 
 
 class Tracker(ABC):
-    """Takes the scalars of a training. Subclass it for a library that Phalanx does not know. May be created in any context.
+    """Receives the scalars of a training run. Subclass it for other libraries. May be created in any context.
 
     Only the chief of a cluster calls the methods. `log` is called from a thread.
 
@@ -51,12 +51,12 @@ class Tracker(ABC):
         """Starts a run, before the first `log`.
 
         Args:
-          config: what the training was started with. Empty if unknown.
+          config: settings of the training run. Empty if unknown.
         """
 
     @abstractmethod
     def log(self, values: Mapping[str, float], step: int) -> None:
-        """Takes values.
+        """Receives values.
 
         Args:
           values: the values, by name.
@@ -68,11 +68,11 @@ class Tracker(ABC):
 
 
 class Trackers:
-    """What the thread of a writer gives its records to.
+    """Passes the records of a writer's thread to trackers.
 
     Args:
       trackers: the trackers. They are started.
-      config: what the training was started with.
+      config: settings of the training run.
     """
 
     def __init__(self, trackers: Sequence[Tracker], config: Mapping[str, Any]) -> None:
@@ -92,7 +92,7 @@ class Trackers:
                 tracker.log({record.tag: float(value)}, step)
 
     def flush(self) -> None:
-        """Does nothing: trackers have what they were given."""
+        """Does nothing, because trackers receive each value at once."""
 
     def close(self) -> None:
         """Finishes all trackers."""
@@ -102,7 +102,7 @@ class Trackers:
 class CSVTracker(Tracker):
     """Writes a line with step, name and value per scalar. Needs no other library. May be created in any context.
 
-    A file that exists is continued. If there is a config, it is written beside the file, with the suffix ".config.json".
+    Appends to an existing file. Writes the config, if any, next to it, with the suffix ".config.json".
 
     Args:
       path: the file. Its folder is created.
@@ -155,8 +155,8 @@ class MLflowTracker(Tracker):
 
     Args:
       experiment: name of the experiment. It is created if it does not exist.
-      tracking_uri: the server, database or folder. None for what MLflow is set to.
-      run_name: name of the run. None for one that MLflow makes.
+      tracking_uri: the server, database or folder. None for MLflow's own setting.
+      run_name: name of the run. None for a generated name.
 
     Raises:
       InvalidArgumentError: an argument has the wrong type.
@@ -209,8 +209,8 @@ class MLflowTracker(Tracker):
 class WandbTracker(Tracker):
     """Logs to a run of Weights & Biases. May be created in any context.
 
-    Weights & Biases refuses a step before the last one, and values of epochs and batches alternate. The step is therefore a
-    value of its own, which is the x-axis of the others.
+    Weights & Biases refuses a step before the last one, and values of epochs and batches alternate. The step is therefore logged
+    as a separate value, which is the x-axis of the others.
 
     Args:
       project: name of the project.

@@ -72,7 +72,7 @@ class SummaryWriter(AbstractWriter):
         """Makes this the default writer of this thread. Call it outside compiled functions.
 
         Args:
-          step: the default step from now on: see `summary.experimental.set_step`. None keeps the default step.
+          step: new default step. See `summary.experimental.set_step`. None keeps the default step.
 
         Raises:
           ContextError: called in a function that is being traced.
@@ -89,7 +89,7 @@ class SummaryWriter(AbstractWriter):
         defaults.step = defaults.step if step is None else step
 
     def init(self) -> None:
-        """Creates the file now instead of with the first summary.
+        """Creates the file now, not with the first summary.
 
         Raises:
           SummaryError: the file cannot be written.
@@ -103,7 +103,7 @@ class SummaryWriter(AbstractWriter):
         """
 
     def close(self) -> None:
-        """Writes what was recorded and closes the file. Later summaries raise an error.
+        """Writes all recorded summaries and closes the file. Later summaries raise an error.
 
         Raises:
           SummaryError: the file cannot be written.
@@ -115,7 +115,7 @@ class SummaryWriter(AbstractWriter):
 
 
 class _Sink(Protocol):
-    """What a writer's thread writes to."""
+    """The destination of a writer's thread."""
 
     def write(self, record: Record, default_step: Step) -> None:
         """Writes a record."""
@@ -131,9 +131,9 @@ class _QueueWriter(SummaryWriter):
     """Writes from a thread, so that a step need not wait until its values are computed and written.
 
     Args:
-      place: what it writes to, for messages.
-      hint: what to write if that is impossible.
-      opening: opens what it writes to, with the first summary.
+      place: destination, for error messages.
+      hint: HINT of the error if writing fails.
+      opening: opens the destination when the first summary arrives.
       max_queue: number of records that may wait for the thread.
       flush_millis: milliseconds after which the thread flushes.
     """
@@ -142,7 +142,7 @@ class _QueueWriter(SummaryWriter):
         self, place: str, hint: str, opening: Callable[[], _Sink], max_queue: int, flush_millis: int = _FLUSH_MILLIS
     ) -> None:
         self._place, self._hint, self._opening, self._flush_s = place, hint, opening, flush_millis / 1000
-        # Bounded: a training that records faster than the disk writes waits, instead of filling the memory.
+        # Bounded: a training run that records faster than the disk writes waits, instead of filling the memory.
         self._items: queue.Queue[tuple[Record, Any] | threading.Event | None] = queue.Queue(max_queue)
         # Two threads may record their first summary at once, and one file must be created.
         self._lock = threading.Lock()
@@ -206,7 +206,7 @@ class _QueueWriter(SummaryWriter):
                 item = self._items.get(timeout=self._flush_s)
             except queue.Empty:
                 item = threading.Event()
-            # After an error the thread goes on to empty the queue, so that nobody waits for it.
+            # After an error the thread continues to empty the queue, so that no caller waits forever.
             try:
                 if isinstance(item, tuple):
                     if self._error is None:
@@ -316,11 +316,11 @@ def create_tracker_writer(
     """Creates a writer that gives scalars to trackers of experiments. May be called in any context.
 
     Only the chief of a cluster calls them: `start` with the first summary, `log` from a thread, and `finish` when the writer is
-    closed or the process ends. Summaries of other kinds are left out.
+    closed or the process ends. Other kinds of summaries are ignored.
 
     Args:
       *trackers: one or more trackers.
-      config: what the training was started with, such as its hyperparameters. Each tracker gets it.
+      config: settings of the training run, such as hyperparameters. Passed to each tracker.
       max_queue: number of summaries that may wait for the thread. After that, a step waits.
 
     Raises:

@@ -116,7 +116,7 @@ def test_summaries_of_a_model_function(strategy, tmp_path):
 def test_parameter_servers_do_not_evaluate(strategy):
     """The error names what evaluates instead."""
     with pytest.raises(
-        InvalidArgumentError, match=r"(?s)eval_distribute=Parameter.*steps of a training.*HINT: .*Mirrored"
+        InvalidArgumentError, match=r"(?s)eval_distribute=Parameter.*training steps only.*HINT: .*Mirrored"
     ):
         estimator.RunConfig(eval_distribute=strategy)
 

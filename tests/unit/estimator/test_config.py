@@ -25,8 +25,8 @@ OPTIONS = [
     ({"session_config": 3}, ["session_config=3", "no session"]),
     ({"device_fn": print}, ["device_fn=", "the strategy places variables"]),
     ({"protocol": "grpc"}, ["protocol='grpc'", "Phalanx chooses"]),
-    ({"experimental_distribute": 3}, ["experimental_distribute=3", "both strategies have an option"]),
-    ({"checkpoint_save_graph_def": False}, ["checkpoint_save_graph_def=False", "no graph is saved"]),
+    ({"experimental_distribute": 3}, ["experimental_distribute=3", "each strategy has its own option"]),
+    ({"checkpoint_save_graph_def": False}, ["checkpoint_save_graph_def=False", "no graph is ever saved"]),
 ]
 test_options_that_are_refused = refusals(
     InvalidArgumentError, *OPTIONS, call=lambda options: estimator.RunConfig(**options)

@@ -183,7 +183,7 @@ def test_prediction_may_be_left_unfinished(trained):
     ("module", "name", "hint"),
     [
         (estimator, "BoostedTreesClassifier", "a library of trees"),
-        (estimator.export, "PredictOutput", "leave export_outputs out"),
+        (estimator.export, "PredictOutput", "omit export_outputs"),
         (estimator.experimental, "LinearSDCA", "estimator.LinearClassifier"),
         (tf1, "placeholder", ".*return arrays from the input_fn"),
     ],

@@ -85,7 +85,7 @@ test_options_that_are_refused = refusals(
     (lambda: estimator.BinaryClassHead(loss_reduction="mean"), ["loss_reduction='mean'", "must be one of"]),
     (lambda: estimator.BinaryClassHead(label_vocabulary=["a"]), ["label_vocabulary=['a']", "the 2 classes"]),
     (lambda: estimator.BinaryClassHead(label_vocabulary="ab"), ["label_vocabulary='ab'", "the 2 classes"]),
-    (lambda: estimator.BinaryClassHead(label_vocabulary=["a", "a"]), ["['a', 'a']", "there twice"]),
+    (lambda: estimator.BinaryClassHead(label_vocabulary=["a", "a"]), ["['a', 'a']", "a class twice"]),
     (lambda: estimator.MultiClassHead(2), ["n_classes=2", "more than 2", "BinaryClassHead()"]),
     (lambda: estimator.RegressionHead(0), ["label_dimension=0", "positive"]),
     (lambda: estimator.RegressionHead(inverse_link_fn=3), ["inverse_link_fn=3", "not callable"]),

@@ -41,7 +41,7 @@ test_arguments_that_are_refused = refusals(
     (lambda e: estimator.EvalSpec(rows(), exporters=[Named("a"), 3]), ["exporters=", "3 is not an exporter"]),
     (
         lambda e: estimator.EvalSpec(rows(), exporters=[Named("a"), Named("a")]),
-        ["exporters of the names ['a', 'a']", "a name of its own"],
+        ["exporters of the names ['a', 'a']", "their names must differ"],
     ),
     (lambda e: estimator.EvalSpec(rows(), throttle_secs=-1), ["throttle_secs=-1", "more than 0"]),
     (lambda e: estimator.EvalSpec(rows(), throttle_secs=None), ["throttle_secs=None", "a number of seconds"]),

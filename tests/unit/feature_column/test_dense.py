@@ -56,8 +56,8 @@ def test_shared_columns_have_one_table_in_a_layer():
 test_bad_arguments_are_refused = refusals(
     errors.InvalidArgumentError,
     (lambda: embedding(KIND, 0), r"dimension=0: must be a positive integer.\nHINT: dimension=8"),
-    (lambda: embedding(KIND, 2, initializer=3), r"initializer=3: must be an initializer of Keras .*\nHINT: "),
-    (lambda: embedding(KIND, 2, initializer="oens"), r"initializer='oens': must be an initializer .*\nHINT: "),
+    (lambda: embedding(KIND, 2, initializer=3), r"initializer=3: must be a Keras initializer .*\nHINT: "),
+    (lambda: embedding(KIND, 2, initializer="oens"), r"initializer='oens': must be a Keras initializer .*\nHINT: "),
     (lambda: embedding(KIND, 2, max_norm=0), r"max_norm=0: must be None or a positive number.\nHINT: max_norm=1.0"),
     (lambda: embedding(KIND, 2, trainable=1), r"trainable=1: must be True or False.\nHINT: trainable=True"),
     (lambda: shared(KIND, 2), r"categorical_columns=Ident.*: must be a list of columns.\nHINT: "),

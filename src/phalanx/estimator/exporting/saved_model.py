@@ -31,7 +31,7 @@ class SavedModel:
       folder: the folder of the export.
 
     Raises:
-      CheckpointError: the folder is no export, or is incomplete.
+      CheckpointError: the folder is not an export, or is incomplete.
 
     Example:
       >>> import phalanx.estimator as estimator
@@ -53,7 +53,7 @@ class SavedModel:
         except Exception as e:  # Each of the three formats has errors of its own.
             raise CheckpointError(
                 f"load_saved_model({folder!r})",
-                f"it is no exported model, or an incomplete one: {e}.",
+                f"it is not an exported model, or is incomplete: {e}.",
                 "the folder that estimator.export_saved_model has returned",
             ) from e
 
@@ -77,7 +77,7 @@ class SavedModel:
         except ValueError as e:
             raise InputError(
                 f"features of the shapes {jax.tree.map(np.shape, raw)}",
-                f"the model does not compute so many rows: {str(e).partition(chr(10))[0]}",
+                f"the model cannot compute this number of rows: {str(e).partition(chr(10))[0]}",
                 "as many rows for all features; keras.ops.reshape(x, (-1, ...)) in the model_fn",
             ) from e
         predictions = jax.tree.map(np.asarray, predictions)
@@ -99,7 +99,9 @@ class SavedModel:
             # Text keeps its length: a dtype such as <U5 would cut longer words.
             array = np.asarray(feature) if is_text(dtype) else np.asarray(feature, dtype)
         except (TypeError, ValueError) as e:
-            raise InputError(f"the feature {name!r}", f"it is no array of {dtype}: {e}.", "one row per example") from e
+            raise InputError(
+                f"the feature {name!r}", f"it is not an array of {dtype}: {e}.", "one row per example"
+            ) from e
         if not array.ndim or not array.size or list(array.shape[1:]) != shape:
             raise InputError(
                 f"the feature {name!r} of the shape {array.shape}",
@@ -116,7 +118,7 @@ def load_saved_model(path: str | os.PathLike[str]) -> SavedModel:
       path: what `Estimator.export_saved_model` has returned.
 
     Raises:
-      CheckpointError: the folder is no export, or is incomplete.
+      CheckpointError: the folder is not an export, or is incomplete.
       InvalidArgumentError: `path` is not a path.
       MissingDependencyError: flatbuffers is not installed.
 

@@ -91,7 +91,7 @@ def export_graph(
 
 
 def _described(columns: Sequence[Any]) -> list[Any]:
-    """Returns what prepares the features of an exported model on the host, as JSON.
+    """Returns the columns that prepare features on the host, as JSON.
 
     Raises:
       InvalidArgumentError: a part of it is a function that cannot be loaded again.

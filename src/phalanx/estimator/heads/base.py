@@ -20,7 +20,7 @@ from phalanx.typing import PyTree
 _REDUCTIONS = ("sum_over_batch_size", "sum")
 
 WeightColumn: TypeAlias = str | NumericColumn | None
-"""The name of the feature with the weights of the rows, or its column. None for equal weights."""
+"""The name of the feature with the weights of the rows, or its column. None if all rows count the same."""
 
 LossFn: TypeAlias = Callable[[jax.Array, jax.Array], jax.Array]
 """Function of labels and logits that returns losses of rows."""
@@ -30,10 +30,10 @@ class Head(ABC):
     """Computes loss, metrics and predictions from logits. The base class of all heads.
 
     Args:
-      weight_column: name of the feature, or numeric column, with the weight of each row. None for equal weights.
+      weight_column: name of the feature, or numeric column, with the weight of each row. None if all rows count the same.
       loss_reduction: `"sum_over_batch_size"`, the sum of the weighted losses over the number of rows; or `"sum"`.
       loss_fn: function of `labels` and `logits`. Returns losses (rows,) or (rows, dims). None for the loss of the head.
-      name: suffix of the names of metrics. None for none.
+      name: suffix for metric names. None for no suffix.
 
     Raises:
       InvalidArgumentError: an argument has the wrong type or value.
@@ -60,7 +60,7 @@ class Head(ABC):
 
     @property
     def name(self) -> str | None:
-        """The suffix of the names of metrics."""
+        """The suffix for metric names."""
         return self._name
 
     @property
@@ -119,7 +119,7 @@ class Head(ABC):
         update_ops: object = None,
         regularization_losses: Sequence[Any] | None = None,
     ) -> EstimatorSpec:
-        """Returns what a model function returns. Call it in a model function.
+        """Returns the `EstimatorSpec` that a model function returns. Call it in a model function.
 
         Args:
           features: the features of the model function.

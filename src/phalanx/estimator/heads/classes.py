@@ -43,7 +43,7 @@ class _ClassHead(Head):
         if self._vocabulary and len(set(self._vocabulary)) < n_classes:
             raise InvalidArgumentError(
                 f"label_vocabulary={shown(label_vocabulary)}",
-                "a class is there twice.",
+                "it contains a class twice.",
                 'label_vocabulary=["no", "yes"]',
             )
 
@@ -61,7 +61,9 @@ class _ClassHead(Head):
             return _numbers_of(array, self._vocabulary)
         if array.dtype.kind not in "iufb":
             raise InputError(
-                f"labels of {array.dtype}", "classes are numbers from 0 on.", "label_vocabulary=[...], with the classes"
+                f"labels of {array.dtype}",
+                "classes are numbers, starting at 0.",
+                "label_vocabulary=[...], with the classes",
             )
         # Also catches NaN and 0.5, which a cast to int32 would turn into the class 0.
         wrong = array[~np.isin(array, range(self._n_classes))]
@@ -118,12 +120,12 @@ class BinaryClassHead(_ClassHead):
     """A head for two classes, with one logit. May be created in any context.
 
     Args:
-      weight_column: name of the feature, or numeric column, with the weight of each row. None for equal weights.
-      thresholds: further thresholds between 0 and 1 for accuracy, precision and recall.
-      label_vocabulary: the two classes, if labels are texts.
+      weight_column: name of the feature, or numeric column, with the weight of each row. None if all rows count the same.
+      thresholds: more thresholds between 0 and 1 for accuracy, precision and recall.
+      label_vocabulary: list of the two classes, if labels are strings.
       loss_reduction: `"sum_over_batch_size"` or `"sum"`.
       loss_fn: function of `labels` and `logits`. Returns losses. None for the cross-entropy.
-      name: suffix of the names of metrics. None for none.
+      name: suffix for metric names. None for no suffix.
 
     Raises:
       InvalidArgumentError: an argument has the wrong type or value.
@@ -232,11 +234,11 @@ class MultiClassHead(_ClassHead):
 
     Args:
       n_classes: number of classes, more than 2.
-      weight_column: name of the feature, or numeric column, with the weight of each row. None for equal weights.
-      label_vocabulary: the classes, if labels are texts.
+      weight_column: name of the feature, or numeric column, with the weight of each row. None if all rows count the same.
+      label_vocabulary: list of the classes, if labels are strings.
       loss_reduction: `"sum_over_batch_size"` or `"sum"`.
       loss_fn: function of `labels` and `logits`. Returns losses. None for the cross-entropy.
-      name: suffix of the names of metrics. None for none.
+      name: suffix for metric names. None for no suffix.
 
     Raises:
       InvalidArgumentError: an argument has the wrong type or value.

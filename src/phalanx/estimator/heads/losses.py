@@ -28,16 +28,16 @@ def reduced(
       labels: array (rows, ...).
       outputs: array (rows, ...).
       reduction: `"sum_over_batch_size"` or `"sum"`.
-      weights: weights of the rows. None for equal weights.
+      weights: weights of the rows. None if all rows count the same.
     """
-    # A loss of Keras, because Keras and Phalanx share one rule for padding, weights and the scale of replicas.
+    # A Keras loss, because Keras and Phalanx share one rule for padding, weights and the scale of replicas.
     loss: jax.Array = _RowLoss(fn, reduction)(labels, outputs, sample_weight=weights)
     return _of_batch(loss) if reduction == "sum" else loss
 
 
 @final
 class _RowLoss(keras.losses.Loss):
-    """A loss of Keras, so that padded rows do not count."""
+    """A Keras loss, so that padded rows do not count."""
 
     def __init__(self, fn: Callable[[jax.Array, jax.Array], jax.Array], reduction: str) -> None:
         # In mixed precision, a sum over many bfloat16 losses loses its small terms.

@@ -21,11 +21,11 @@ class RegressionHead(Head):
 
     Args:
       label_dimension: number of values per row.
-      weight_column: name of the feature, or numeric column, with the weight of each row. None for equal weights.
+      weight_column: name of the feature, or numeric column, with the weight of each row. None if all rows count the same.
       loss_reduction: `"sum_over_batch_size"` or `"sum"`.
       loss_fn: function of `labels` and `logits`. Returns losses. None for the squared error.
       inverse_link_fn: function of the logits that returns the predictions. None for the logits themselves.
-      name: suffix of the names of metrics. None for none.
+      name: suffix for metric names. None for no suffix.
 
     Raises:
       InvalidArgumentError: an argument has the wrong type or value.

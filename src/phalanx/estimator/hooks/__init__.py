@@ -3,6 +3,6 @@
 
 In: the session of the loop, after every step.
 Out: checkpoints, summaries, log lines and profiles, and requests to stop.
-Always true: a hook acts on the same steps in all processes, because the clock of the chief decides; a hook that reads
-values does not stall the devices on steps where it is not due; no module here knows `Estimator` (`early_stopping` does, above it).
+Always true: a hook acts on the same steps in all processes, because the clock of the chief decides; a hook that reads values
+stalls the devices only on steps where it is due; no module here knows `Estimator`. `early_stopping` does, and stands above.
 """

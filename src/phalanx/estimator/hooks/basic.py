@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks that stop, log and watch."""
+"""Hooks that stop, log, and check for NaN."""
 
 import logging
 from collections import deque
@@ -33,7 +33,7 @@ class StopAtStepHook(SessionRunHook):
 
     Args:
       num_steps: number of steps from the beginning of this call.
-      last_step: number of steps of the whole training.
+      last_step: total number of training steps, over all calls.
 
     Raises:
       InvalidArgumentError: both or none are given, or one is not a positive integer.
@@ -81,10 +81,10 @@ def checked_output(output_dir: object, writer: SummaryWriter | None) -> tuple[st
     """Returns the folder and the writer of a hook.
 
     Raises:
-      InvalidArgumentError: the folder is no path, or the writer is no writer.
+      InvalidArgumentError: the folder is not a path, or the writer is not a writer.
     """
     # Checked in the constructor, although the file is created in `begin`: a wrong
-    # path must not end a training at its first step.
+    # path must not end a training run at its first step.
     folder = None if output_dir is None else arguments.path("output_dir", output_dir)
     if writer is not None:
         arguments.instance("summary_writer", writer, SummaryWriter, "phalanx.summary.create_file_writer(log_dir)")
@@ -96,10 +96,10 @@ class StepCounterHook(SessionRunHook):
     """Writes steps per second, as the summary `global_step/sec` and to the log. May be created in any context.
 
     Args:
-      every_n_steps: number of steps between two values. None if `every_n_secs` decides.
+      every_n_steps: number of steps between two values. None if `every_n_secs` is given.
       every_n_secs: seconds between two values, or None.
       output_dir: folder for the summaries. Ignored if there is a writer.
-      summary_writer: writer of the summaries. None for the log only, if there is no folder either.
+      summary_writer: writer of the summaries. None, without a folder, to write to the log only.
 
     Raises:
       InvalidArgumentError: both or none of the intervals are given.
@@ -129,12 +129,12 @@ class StepCounterHook(SessionRunHook):
 
     @override
     def after_create_session(self, session: HookSession, coord: None) -> None:
-        """Forgets an earlier training. The first step, which compiles, is not measured."""
+        """Clears the state of an earlier training run. The first step, which compiles, is not measured."""
         self._timer.reset()
 
     @override
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        """Writes the speed if it is time."""
+        """Writes the speed if it is due."""
         step = run_context.session.step
         if not self._timer.should_trigger_for_step(step):
             return
@@ -154,7 +154,7 @@ class LoggingTensorHook(SessionRunHook):
 
     Args:
       tensors: dict from names to fetches, or list of fetches: variables, names, and arrays of the model function.
-      every_n_iter: number of steps between two lines, from the first. None if another argument decides.
+      every_n_iter: number of steps between two lines, from the first. None if another argument is given.
       every_n_secs: seconds between two lines, or None.
       at_end: whether to log at the end. If no interval is given, only there.
       formatter: function of the dict of values. Returns the line. None for `name = value, ...`.
@@ -205,7 +205,7 @@ class LoggingTensorHook(SessionRunHook):
 
     @override
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
-        """Asks for the values if it is time."""
+        """Requests the values if they are due."""
         self._is_due = self._timer is not None and self._timer.should_trigger_for_step(self._iteration)
         return SessionRunArgs(self._tensors) if self._is_due else None
 
@@ -241,11 +241,11 @@ def _name_of(place: int, tensor: object) -> str:
 class NanTensorHook(SessionRunHook):
     """Ends the training if a loss is NaN. May be created in a model function, or in any context.
 
-    It looks at the loss of a step while later steps run, so that the devices need not wait.
+    It checks the loss of a step while later steps run, so that the devices do not wait.
 
     Args:
       loss_tensor: the loss: an array of the model function, or `"loss"`.
-      fail_on_nan_loss: whether to raise an error; else it only stops.
+      fail_on_nan_loss: whether to raise an error instead of only stopping.
 
     Raises:
       InvalidArgumentError: `fail_on_nan_loss` is not a bool.
@@ -266,7 +266,7 @@ class NanTensorHook(SessionRunHook):
 
     @override
     def begin(self) -> None:
-        """Forgets the losses of an earlier training."""
+        """Forgets the losses of an earlier training run."""
         self._waiting.clear()
 
     @override

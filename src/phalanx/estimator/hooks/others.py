@@ -21,7 +21,7 @@ class ProfilerHook(SessionRunHook):
     """Profiles single steps, for the profile plugin of TensorBoard and for Perfetto. May be created in any context.
 
     Args:
-      save_steps: number of steps between two profiles. None if `save_secs` decides.
+      save_steps: number of steps between two profiles. None if `save_secs` is given.
       save_secs: seconds between two profiles, or None.
       output_dir: folder. The profiles are in `plugins/profile` inside.
       show_dataflow: has no effect, because a profile of JAX shows what a step computes.
@@ -53,13 +53,13 @@ class ProfilerHook(SessionRunHook):
 
     @override
     def begin(self) -> None:
-        """Forgets an earlier training. The first step, which compiles, is not profiled."""
+        """Clears the state of an earlier training run. The first step, which compiles, is not profiled."""
         self._timer.reset()
         self._timer.update_last_triggered_step(0)
 
     @override
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
-        """Asks the session to profile the step if it is time."""
+        """Asks the session to profile the step if it is due."""
         # The step that is about to run. JAX profiles an interval of time, so it must be known before the step starts.
         step = run_context.session.step + 1
         if self._timer.should_trigger_for_step(step):
@@ -72,10 +72,10 @@ class ProfilerHook(SessionRunHook):
 
 @final
 class GlobalStepWaiterHook(SessionRunHook):
-    """Waits before the training until another process has saved a number of steps. May be created in any context.
+    """Waits until another process has saved a number of steps, before training begins. May be created in any context.
 
-    Workers of asynchronous training begin one after the other with it. With synchronous strategies all workers make the same
-    steps, so that there is nothing to wait for.
+    Workers of asynchronous training can start one after another with it. Workers of synchronous strategies take the same steps,
+    so they have nothing to wait for.
 
     Args:
       wait_until_step: number of steps.

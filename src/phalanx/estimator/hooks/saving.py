@@ -24,7 +24,7 @@ from phalanx.summary import SummaryWriter
 
 
 class CheckpointSaverListener:
-    """Code that runs around each checkpoint. A base class; may be created in any context.
+    """Code that runs before and after each checkpoint. A base class; may be created in any context.
 
     Source: tf.estimator.CheckpointSaverListener.
 
@@ -36,7 +36,7 @@ class CheckpointSaverListener:
     """
 
     def begin(self) -> None:
-        """Called once, before the training."""
+        """Called once, before the first step."""
 
     def before_save(self, session: HookSession, global_step_value: int) -> None:
         """Called before each checkpoint.
@@ -54,12 +54,12 @@ class CheckpointSaverListener:
           global_step_value: number of steps so far.
 
         Returns:
-          True to end the training.
+          True to end the training run.
         """
         return None
 
     def end(self, session: HookSession, global_step_value: int) -> None:
-        """Called once, after the training.
+        """Called once, after the last step.
 
         Args:
           session: evaluates variables, names and arrays: `session.run(fetches)`.
@@ -83,16 +83,16 @@ def checked_listeners(listeners: object) -> tuple[CheckpointSaverListener, ...]:
 
 @final
 class CheckpointSaverHook(SessionRunHook):
-    """Saves checkpoints during a training, at its beginning and at its end. May be created in any context.
+    """Saves checkpoints during a training run, at its beginning and at its end. May be created in any context.
 
     Args:
       checkpoint_dir: the folder.
-      save_secs: seconds between two checkpoints. None if `save_steps` decides.
+      save_secs: seconds between two checkpoints. None if `save_steps` is given.
       save_steps: number of steps between two checkpoints, or None.
-      saver: what saves. None for all variables of the model function, by name.
+      saver: object that saves. None to save all variables of the model function, by name.
       checkpoint_basename: the beginning of the file names.
-      scaffold: must be None; `EstimatorSpec(scaffold=...)` has it.
-      listeners: code that runs around each checkpoint.
+      scaffold: must be None. Pass it to `EstimatorSpec` instead.
+      listeners: code that runs before and after each checkpoint.
 
     Raises:
       InvalidArgumentError: both or none of the intervals are given, or another argument has the wrong type.
@@ -117,12 +117,12 @@ class CheckpointSaverHook(SessionRunHook):
         if scaffold is not None:
             raise InvalidArgumentError(
                 f"scaffold={shown(scaffold)}",
-                "the hook saves what the graph has.",
+                "the hook saves the variables of the graph.",
                 "EstimatorSpec(mode, scaffold=scaffold)",
             )
         # A tf.compat.v1.train.Saver cannot save these variables. The argument exists for the Estimator itself.
         if saver is not None:
-            arguments.instance("saver", saver, Saver, "leave saver out")
+            arguments.instance("saver", saver, Saver, "omit saver")
         self._dir = arguments.path("checkpoint_dir", checkpoint_dir)
         self._timer = SecondOrStepTimer(save_secs, save_steps)
         self._saver, self._basename = saver, arguments.path("checkpoint_basename", checkpoint_basename)
@@ -130,7 +130,7 @@ class CheckpointSaverHook(SessionRunHook):
 
     @override
     def begin(self) -> None:
-        """Tells the listeners."""
+        """Calls `begin` of the listeners."""
         self._timer.reset()
         for listener in self._listeners:
             listener.begin()
@@ -144,13 +144,13 @@ class CheckpointSaverHook(SessionRunHook):
 
     @override
     def after_run(self, run_context: SessionRunContext, run_values: SessionRunValues) -> None:
-        """Saves if it is time."""
+        """Saves if a checkpoint is due."""
         if self._timer.should_trigger_for_step(run_context.session.step) and self._save(run_context.session):
             run_context.request_stop()
 
     @override
     def end(self, session: HookSession) -> None:
-        """Saves after the last step, if that was not done yet."""
+        """Saves after the last step, unless that step is saved already."""
         # The last step is saved whatever the interval is, as in tf.estimator, but not twice.
         if session.step != self._timer.last_triggered_step():
             self._save(session)
@@ -196,12 +196,12 @@ def writing_to_the_end(hooks: Iterable[SessionRunHook]) -> Iterator[None]:
 
 @final
 class SummarySaverHook(SessionRunHook):
-    """Writes the loss and other scalars of a training as summaries. May be created in a model function, or in any context.
+    """Writes the loss and other scalars of a training run as summaries. May be created in a model function, or in any context.
 
     Summaries that the model function records with `phalanx.summary` are written by the Estimator and need no hook.
 
     Args:
-      save_steps: number of steps between two summaries. None if `save_secs` decides.
+      save_steps: number of steps between two summaries. None if `save_secs` is given.
       save_secs: seconds between two summaries, or None.
       output_dir: folder. Ignored if there is a writer.
       summary_writer: writer of the summaries.
@@ -211,7 +211,7 @@ class SummarySaverHook(SessionRunHook):
     Raises:
       InvalidArgumentError: an argument is missing, or has the wrong type.
 
-    Source: tf.estimator.SummarySaverHook. Unlike there, `summary_op` is a dict, because summaries are no operations of a graph.
+    Source: tf.estimator.SummarySaverHook. Here `summary_op` is a dict, because summaries are not graph operations.
 
     Example:
       >>> import phalanx.estimator as estimator
@@ -235,11 +235,11 @@ class SummarySaverHook(SessionRunHook):
         if output_dir is None and summary_writer is None:
             raise InvalidArgumentError(
                 "SummarySaverHook without a writer",
-                "there is no folder either.",
+                "it needs a writer or a folder.",
                 'SummarySaverHook(output_dir="logs", ...)',
             )
         if scaffold is not None:
-            raise InvalidArgumentError(f"scaffold={shown(scaffold)}", "has no summaries.", "leave scaffold out")
+            raise InvalidArgumentError(f"scaffold={shown(scaffold)}", "has no summaries.", "omit scaffold")
         self._output_dir, self._writer = checked_output(output_dir, summary_writer)
         self._timer = SecondOrStepTimer(save_secs, save_steps)
         self._fetches = summary_op
@@ -254,7 +254,7 @@ class SummarySaverHook(SessionRunHook):
 
     @override
     def before_run(self, run_context: SessionRunContext) -> SessionRunArgs | None:
-        """Asks for the values if it is time."""
+        """Requests the values if they are due."""
         # Decided before the step, because the values must be fetched from it.
         self._is_due = self._timer.should_trigger_for_step(run_context.session.step + 1)
         return SessionRunArgs(self._fetches) if self._is_due else None
@@ -273,6 +273,6 @@ class SummarySaverHook(SessionRunHook):
 
     @override
     def end(self, session: HookSession) -> None:
-        """Writes what is in the queue."""
+        """Writes all queued summaries."""
         if self._writer is not None:
             self._writer.flush()

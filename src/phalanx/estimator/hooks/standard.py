@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The hooks of a training."""
+"""The hooks of a training run."""
 
 from collections.abc import Sequence
 
@@ -27,7 +27,7 @@ def train_hooks(
       config: options of the Estimator.
       graph: the graph of the training run.
       writer: writes summaries. None for no summaries.
-      listeners: code that runs around each checkpoint.
+      listeners: code that runs before and after each checkpoint.
       user_hooks: the hooks that the user passes.
     """
     spec, folder = graph.spec, str(config.model_dir)

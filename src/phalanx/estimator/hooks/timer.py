@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a hook acts: every so many steps, or every so many seconds."""
+"""Timers of hooks: every N steps, or every N seconds."""
 
 import time
 from collections.abc import Callable
@@ -17,9 +17,9 @@ _AGREE_EVERY = 10
 
 @final
 class SecondOrStepTimer:
-    """Decides at which steps something happens: every `every_steps` steps or `every_secs` seconds, and at the first step.
+    """Decides when a hook acts: every `every_steps` steps or every `every_secs` seconds, and at the first step.
 
-    With several processes, all decide alike: the clock of the chief counts, and they ask for it every ten steps.
+    With several processes, all decide the same: every ten steps they agree on the clock of the chief.
 
     Args:
       every_secs: time in seconds, or None.
@@ -53,7 +53,7 @@ class SecondOrStepTimer:
         self._last_s = 0.0
 
     def should_trigger_for_step(self, step: int) -> bool:
-        """Returns whether it is time at this step."""
+        """Returns whether to act at this step."""
         if self._last_step is None:
             return True
         if step == self._last_step:
@@ -67,13 +67,13 @@ class SecondOrStepTimer:
         return agreed(time.monotonic() >= self._last_s + self._every_secs, step)
 
     def update_last_triggered_step(self, step: int) -> tuple[float | None, int | None]:
-        """Records that it has happened at this step. Returns the seconds and the steps since the last time, or two Nones."""
+        """Marks this step as the last one. Returns the seconds and the steps since the last time, or two Nones."""
         now, before_s, before = time.monotonic(), self._last_s, self._last_step
         self._last_s, self._last_step = now, step
         return (None, None) if before is None else (now - before_s, step - before)
 
     def last_triggered_step(self) -> int | None:
-        """Returns the last step at which it has happened, or None."""
+        """Returns the last step that was marked, or None."""
         return self._last_step
 
 

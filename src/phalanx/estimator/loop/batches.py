@@ -68,7 +68,7 @@ def dataset_of(
     if isinstance(dataset, (str, bytes)) or not (isinstance(dataset, Iterable) or is_array(dataset)):
         raise InputError(
             f"an input_fn that returns {shown(dataset)}",
-            "it is no dataset.",
+            "it is not a dataset.",
             "return [(features, labels)], in the input_fn",
         )
     return Batches(dataset, columns, labels_fn)
@@ -145,7 +145,7 @@ def _split(batch: PyTree) -> tuple[PyTree, PyTree]:
 def _require_names(features: PyTree) -> None:
     if isinstance(features, Mapping) and not all(isinstance(name, str) for name in features):
         raise InputError(
-            f"features of the names {shown(list(features))}", "names must be texts.", '{"age": ages, "name": names}'
+            f"features of the names {shown(list(features))}", "names must be strings.", '{"age": ages, "name": names}'
         )
 
 
@@ -165,7 +165,7 @@ def _numbers(tree: PyTree, name: str) -> PyTree:
         if array.dtype.kind in "OSU":
             raise InputError(
                 f"{name}{jax.tree_util.keystr(path)} of {array.dtype}",
-                "text cannot be computed with.",
+                "a device cannot compute with text.",
                 'params={"feature_columns": [feature_column.categorical_column_with_vocabulary_list(name, words)]}',
             )
         return array

@@ -65,7 +65,7 @@ class Graph:
       model_fn: function of features and labels. Returns an `EstimatorSpec`.
       mode: a value of `ModeKeys`.
       strategy: the strategy that holds the variables and runs the step.
-      seed: seed of all initializers and random layers without a seed of their own. None for another one in each graph.
+      seed: seed of all initializers and random layers that have none. None for a new seed per graph.
 
     Attributes:
       checkpoint: path of the checkpoint that was last saved or restored here, or None.

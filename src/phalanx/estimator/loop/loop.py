@@ -42,7 +42,7 @@ class AbstractSteps(ABC):
     """The steps of a graph over the batches of an input function.
 
     Attributes:
-      ahead: number of steps that may run while the loop goes on.
+      ahead: number of steps that may run while the loop continues.
       each: number of steps that one call of `run` makes.
     """
 
@@ -65,7 +65,7 @@ class AbstractSteps(ABC):
 
     @property
     def is_empty(self) -> bool:
-        """Whether it is known that there is no further batch."""
+        """Whether it is known that no batch is left."""
         return False
 
 
@@ -230,7 +230,7 @@ class GraphSession:
 
     @property
     def ahead(self) -> int:
-        """The number of steps that may run while the loop goes on."""
+        """The number of steps that may run while the loop continues."""
         return self._steps.ahead
 
     def later(self, fetch: PyTree) -> Callable[[], PyTree]:

@@ -75,7 +75,7 @@ def minimize(
     """Returns the `train_op` that minimizes a loss. Call it in a model function, in mode TRAIN.
 
     Args:
-      optimizer: an optimizer of Keras. The model function may create it.
+      optimizer: a Keras optimizer. The model function may create it.
       loss: scalar. A mean over the rows of this replica.
       var_list: variables to train. None for all trainable variables that the model function has created.
       global_step: has no effect, because the Estimator counts the steps.

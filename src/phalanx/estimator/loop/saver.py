@@ -17,13 +17,13 @@ _log = logging.getLogger("phalanx")
 
 @final
 class Saver:
-    """Saves the variables of a graph in numbered files of a folder. The number is that of the step.
+    """Saves the variables of a graph in numbered files of a folder. The number is the training step.
 
     Args:
       graph: the graph.
       directory: the folder.
       max_to_keep: number of checkpoints to keep. None or 0 for all.
-      keep_every_n_hours: also keep a checkpoint if so many hours have passed since the last one that was kept.
+      keep_every_n_hours: also keep one checkpoint per this many hours, even if `max_to_keep` would delete it.
       name: the beginning of the file names.
     """
 
@@ -45,7 +45,7 @@ class Saver:
     def save(self, step: int) -> None:
         """Saves the variables, unless they are those of the checkpoint of this step."""
         path = os.path.join(self._directory, f"{self._name}-{step}")
-        # The step that was just restored is on the disk already: a training that stops at once writes nothing.
+        # The step that was just restored is on the disk already: a training run that stops at once writes nothing.
         if path != self._graph.checkpoint:
             with self._graph.strategy.scope():
                 self._manager.save(step)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hooks, and what they see of a step: the names of `tf.estimator.SessionRunHook` and its like."""
+"""Hooks, and the information that they get about a step."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -12,7 +12,7 @@ from phalanx.typing import PyTree
 @final
 @dataclass(frozen=True)
 class SessionRunArgs:
-    """What a hook wants to know of the next step. `SessionRunHook.before_run` returns it.
+    """The values that a hook requests from the next step. `SessionRunHook.before_run` returns it.
 
     Args:
       fetches: nest of variables, names, and arrays that the model function has computed.
@@ -80,7 +80,7 @@ class HookSession(Protocol):
 @final
 @dataclass(frozen=True)
 class SessionRunValues:
-    """What a hook learns of a step. `SessionRunHook.after_run` receives it.
+    """The values that a step computed for a hook. `SessionRunHook.after_run` receives it.
 
     Args:
       results: nest like `SessionRunArgs.fetches`, of arrays. Values of variables are those after the step.
@@ -106,7 +106,7 @@ class SessionRunContext:
     """The step that is about to run or has run. Hooks receive it.
 
     Args:
-      original_args: what the loop itself fetches: the loss and the step.
+      original_args: the values that the loop itself fetches: the loss and the step.
       session: evaluates variables, names and arrays: `session.run(fetches)`.
 
     Source: tf.estimator.SessionRunContext.
@@ -135,7 +135,7 @@ class SessionRunContext:
 
 
 class SessionRunHook:
-    """Code that runs between the steps of a training, an evaluation or a prediction. A base class; may be created in any context.
+    """Code that runs between steps, in training, evaluation and prediction. A base class; may be created in any context.
 
     Source: tf.estimator.SessionRunHook.
 
@@ -166,7 +166,7 @@ class SessionRunHook:
           run_context: the step.
 
         Returns:
-          What to fetch in this step, or None for nothing.
+          The values to fetch in this step, or None.
         """
         return None
 
@@ -175,7 +175,7 @@ class SessionRunHook:
 
         Args:
           run_context: the step.
-          run_values: what `before_run` has asked for.
+          run_values: the values that `before_run` requested.
         """
 
     def end(self, session: HookSession) -> None:

@@ -127,9 +127,7 @@ class EstimatorSpec:
             _check_predictions(self.predictions)
         _check_update(self.train_op)
         if not isinstance(self.export_outputs, (Mapping, NoneType)):
-            raise InvalidArgumentError(
-                f"export_outputs={shown(self.export_outputs)}", "must be a dict.", "leave it out"
-            )
+            raise InvalidArgumentError(f"export_outputs={shown(self.export_outputs)}", "must be a dict.", "omit it")
         if self.loss is not None:
             # The dataclass is frozen. A loss of shape (1,) becomes a scalar, as `model_fn.py` reshapes it.
             object.__setattr__(self, "loss", _scalar(self.loss))
@@ -184,7 +182,7 @@ def _check_update(train_op: PyTree) -> None:
     # Variables and arrays are what `assign_add` and friends return in
     # TensorFlow 1. They have happened already, so they pass.
     elif not (train_op is None or callable(train_op) or isinstance(train_op, keras.Variable) or is_array(train_op)):
-        raise InvalidArgumentError(f"train_op={shown(train_op)}", "is no update of variables.", _HINTS["train_op"])
+        raise InvalidArgumentError(f"train_op={shown(train_op)}", "is not an update of variables.", _HINTS["train_op"])
 
 
 @final

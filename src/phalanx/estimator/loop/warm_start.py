@@ -31,7 +31,7 @@ class WarmStartSettings:
       var_name_to_prev_var_name: dict from names of variables to their names in the checkpoint.
 
     Raises:
-      InvalidArgumentError: an argument has the wrong type, or cannot be honoured.
+      InvalidArgumentError: an argument has the wrong type, or is not supported.
 
     Source: tf.estimator.WarmStartSettings.
 
@@ -95,7 +95,7 @@ class WarmStartSettings:
             raise CheckpointMismatchError(
                 f"a warm start of {name!r} from {self.ckpt_to_initialize_from}",
                 f"{old!r} {problem}. The variable has the shape {list(variable.shape)}.",
-                "vars_to_warm_start with the names of the variables that are alike",
+                "vars_to_warm_start, matching only variables that have equal shapes",
             )
         return reader.get_tensor(old)
 

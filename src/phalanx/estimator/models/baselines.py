@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`BaselineClassifier` and its like."""
+"""`BaselineClassifier` and its siblings."""
 
 import os
 from collections.abc import Sequence
@@ -14,13 +14,13 @@ from phalanx.estimator.models.premade import HeadEstimator, Optimizer, baseline_
 
 @final
 class BaselineClassifier(HeadEstimator):
-    """Predicts the frequencies of classes, whatever the features. May be created outside all scopes.
+    """Predicts the frequencies of classes and ignores the features. May be created outside all scopes.
 
     Args:
       model_dir: see `Estimator`.
       n_classes: number of classes.
-      weight_column: name of the feature, or numeric column, with the weight of each row. None for equal weights.
-      label_vocabulary: the classes, if labels are texts.
+      weight_column: name of the feature, or numeric column, with the weight of each row. None if all rows count the same.
+      label_vocabulary: list of the classes, if labels are strings.
       optimizer: an optimizer, its name, or a function that creates it.
       config: see `Estimator`.
       loss_reduction: `"sum_over_batch_size"` or `"sum"`.
@@ -52,12 +52,12 @@ class BaselineClassifier(HeadEstimator):
 
 @final
 class BaselineRegressor(HeadEstimator):
-    """Predicts the mean of the labels, whatever the features. May be created outside all scopes.
+    """Predicts the mean of the labels and ignores the features. May be created outside all scopes.
 
     Args:
       model_dir: see `Estimator`.
       label_dimension: number of values per row.
-      weight_column: name of the feature, or numeric column, with the weight of each row. None for equal weights.
+      weight_column: name of the feature, or numeric column, with the weight of each row. None if all rows count the same.
       optimizer: an optimizer, its name, or a function that creates it.
       config: see `Estimator`.
       loss_reduction: `"sum_over_batch_size"` or `"sum"`.
@@ -88,7 +88,7 @@ class BaselineRegressor(HeadEstimator):
 
 @final
 class BaselineEstimator(HeadEstimator):
-    """Predicts a constant with a head of the user's choice, whatever the features. May be created outside all scopes.
+    """Predicts a constant with a head that you choose, and ignores the features. May be created outside all scopes.
 
     Args:
       head: the loss, the metrics and the predictions.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DNNClassifier` and its like."""
+"""`DNNClassifier` and its siblings."""
 
 import os
 from collections.abc import Sequence
@@ -20,18 +20,18 @@ class DNNClassifier(HeadEstimator):
 
     Args:
       hidden_units: number of units of each hidden layer.
-      feature_columns: feature columns, whose features the model takes.
+      feature_columns: the model's inputs, as feature columns.
       model_dir: see `Estimator`.
       n_classes: number of classes.
-      weight_column: name of the feature, or numeric column, with the weight of each row. None for equal weights.
-      label_vocabulary: the classes, if labels are texts.
+      weight_column: name of the feature, or numeric column, with the weight of each row. None if all rows count the same.
+      label_vocabulary: list of the classes, if labels are strings.
       optimizer: an optimizer, its name, or a function that creates it.
-      activation_fn: function between the layers.
-      dropout: fraction of units that are dropped in each step. None for none.
+      activation_fn: activation function of the hidden layers.
+      dropout: fraction of units to drop in each step. None to drop none.
       config: see `Estimator`.
       warm_start_from: see `Estimator`.
       loss_reduction: `"sum_over_batch_size"` or `"sum"`.
-      batch_norm: whether hidden layers are followed by BatchNormalization.
+      batch_norm: whether to add BatchNormalization after each hidden layer.
 
     Raises:
       InvalidArgumentError: an argument has the wrong type or value.
@@ -72,17 +72,17 @@ class DNNRegressor(HeadEstimator):
 
     Args:
       hidden_units: number of units of each hidden layer.
-      feature_columns: feature columns, whose features the model takes.
+      feature_columns: the model's inputs, as feature columns.
       model_dir: see `Estimator`.
       label_dimension: number of values per row.
-      weight_column: name of the feature, or numeric column, with the weight of each row. None for equal weights.
+      weight_column: name of the feature, or numeric column, with the weight of each row. None if all rows count the same.
       optimizer: an optimizer, its name, or a function that creates it.
-      activation_fn: function between the layers.
-      dropout: fraction of units that are dropped in each step. None for none.
+      activation_fn: activation function of the hidden layers.
+      dropout: fraction of units to drop in each step. None to drop none.
       config: see `Estimator`.
       warm_start_from: see `Estimator`.
       loss_reduction: `"sum_over_batch_size"` or `"sum"`.
-      batch_norm: whether hidden layers are followed by BatchNormalization.
+      batch_norm: whether to add BatchNormalization after each hidden layer.
 
     Raises:
       InvalidArgumentError: an argument has the wrong type or value.
@@ -118,19 +118,19 @@ class DNNRegressor(HeadEstimator):
 
 @final
 class DNNEstimator(HeadEstimator):
-    """A deep network with a head of the user's choice. May be created outside all scopes.
+    """A deep network with a head that you choose. May be created outside all scopes.
 
     Args:
       head: the loss, the metrics and the predictions.
       hidden_units: number of units of each hidden layer.
-      feature_columns: feature columns, whose features the model takes.
+      feature_columns: the model's inputs, as feature columns.
       model_dir: see `Estimator`.
       optimizer: an optimizer, its name, or a function that creates it.
-      activation_fn: function between the layers.
-      dropout: fraction of units that are dropped in each step. None for none.
+      activation_fn: activation function of the hidden layers.
+      dropout: fraction of units to drop in each step. None to drop none.
       config: see `Estimator`.
       warm_start_from: see `Estimator`.
-      batch_norm: whether hidden layers are followed by BatchNormalization.
+      batch_norm: whether to add BatchNormalization after each hidden layer.
 
     Raises:
       InvalidArgumentError: an argument has the wrong type or value.

@@ -28,12 +28,12 @@ def model_to_estimator(
     metric_names_map: Mapping[str, str] | None = None,
     export_outputs: None = None,
 ) -> Estimator:
-    """Returns an Estimator that trains a copy of a Keras model, from its weights on. May be called outside all scopes.
+    """Returns an Estimator that trains a copy of a Keras model, starting from its weights. May be called outside all scopes.
 
     Args:
-      keras_model: a compiled model with a configuration. It does not change.
-      keras_model_path: a file of `model.save`, instead of `keras_model`.
-      custom_objects: classes that the file needs.
+      keras_model: a compiled model that has a configuration. It is not modified.
+      keras_model_path: a file that `model.save` wrote, instead of `keras_model`.
+      custom_objects: custom classes in the file, by name.
       model_dir: see `Estimator`.
       config: see `Estimator`.
       checkpoint_format: has no effect; for programs of TensorFlow.
@@ -61,9 +61,7 @@ def model_to_estimator(
             "model_to_estimator(keras_model=model)",
         )
     if export_outputs is not None:
-        raise InvalidArgumentError(
-            f"export_outputs={shown(export_outputs)}", "all outputs are exported.", "leave it out"
-        )
+        raise InvalidArgumentError(f"export_outputs={shown(export_outputs)}", "all outputs are exported.", "omit it")
     if metric_names_map is not None and not isinstance(metric_names_map, Mapping):
         raise InvalidArgumentError(
             f"metric_names_map={shown(metric_names_map)}", "must be a dict.", 'metric_names_map={"accuracy": "correct"}'

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`LinearClassifier` and its like."""
+"""`LinearClassifier` and its siblings."""
 
 import os
 from collections.abc import Sequence
@@ -19,16 +19,16 @@ class LinearClassifier(HeadEstimator):
     """A linear model for classes. May be created outside all scopes.
 
     Args:
-      feature_columns: feature columns, whose features the model takes.
+      feature_columns: the model's inputs, as feature columns.
       model_dir: see `Estimator`.
       n_classes: number of classes.
-      weight_column: name of the feature, or numeric column, with the weight of each row. None for equal weights.
-      label_vocabulary: the classes, if labels are texts.
+      weight_column: name of the feature, or numeric column, with the weight of each row. None if all rows count the same.
+      label_vocabulary: list of the classes, if labels are strings.
       optimizer: an optimizer, its name, or a function that creates it.
       config: see `Estimator`.
       warm_start_from: see `Estimator`.
       loss_reduction: `"sum_over_batch_size"` or `"sum"`.
-      sparse_combiner: how several categories of one feature are combined: `"sum"`, `"mean"` or `"sqrtn"`.
+      sparse_combiner: how to combine the weights of several categories in one feature: `"sum"`, `"mean"` or `"sqrtn"`.
 
     Raises:
       InvalidArgumentError: an argument has the wrong type or value.
@@ -65,15 +65,15 @@ class LinearRegressor(HeadEstimator):
     """A linear model for numbers. May be created outside all scopes.
 
     Args:
-      feature_columns: feature columns, whose features the model takes.
+      feature_columns: the model's inputs, as feature columns.
       model_dir: see `Estimator`.
       label_dimension: number of values per row.
-      weight_column: name of the feature, or numeric column, with the weight of each row. None for equal weights.
+      weight_column: name of the feature, or numeric column, with the weight of each row. None if all rows count the same.
       optimizer: an optimizer, its name, or a function that creates it.
       config: see `Estimator`.
       warm_start_from: see `Estimator`.
       loss_reduction: `"sum_over_batch_size"` or `"sum"`.
-      sparse_combiner: how several categories of one feature are combined: `"sum"`, `"mean"` or `"sqrtn"`.
+      sparse_combiner: how to combine the weights of several categories in one feature: `"sum"`, `"mean"` or `"sqrtn"`.
 
     Raises:
       InvalidArgumentError: an argument has the wrong type or value.
@@ -106,15 +106,15 @@ class LinearRegressor(HeadEstimator):
 
 @final
 class LinearEstimator(HeadEstimator):
-    """A linear model with a head of the user's choice. May be created outside all scopes.
+    """A linear model with a head that you choose. May be created outside all scopes.
 
     Args:
       head: the loss, the metrics and the predictions.
-      feature_columns: feature columns, whose features the model takes.
+      feature_columns: the model's inputs, as feature columns.
       model_dir: see `Estimator`.
       optimizer: an optimizer, its name, or a function that creates it.
       config: see `Estimator`.
-      sparse_combiner: how several categories of one feature are combined: `"sum"`, `"mean"` or `"sqrtn"`.
+      sparse_combiner: how to combine the weights of several categories in one feature: `"sum"`, `"mean"` or `"sqrtn"`.
       warm_start_from: see `Estimator`.
 
     Raises:

@@ -101,7 +101,7 @@ def creator_of(optimizer: Optimizer, learning_rate: float | None = None) -> Call
         # The variables of the given one belong to no graph. Their values can be read now, but not in a model function.
         config = optimizer.get_config()
         return lambda: type(optimizer).from_config(copy.deepcopy(config))
-    # `create` is the method of the optimizers of tf1.train, which describe an optimizer of Keras without creating it.
+    # `create` is the method of the optimizers of tf1.train, which describe a Keras optimizer without creating it.
     if callable(optimizer) or callable(getattr(optimizer, "create", None)):
         return lambda: _created(optimizer)
     raise _no_optimizer(optimizer)
@@ -118,7 +118,7 @@ def _created(optimizer: Optimizer) -> keras.optimizers.Optimizer:
 def _no_optimizer(optimizer: object) -> InvalidArgumentError:
     return InvalidArgumentError(
         f"optimizer={shown(optimizer)}",
-        f"must be an optimizer of Keras, a function that creates one, or one of {_NAMES}.",
+        f"must be a Keras optimizer, a function that creates one, or one of {_NAMES}.",
         'optimizer="Adam"',
     )
 
@@ -126,7 +126,7 @@ def _no_optimizer(optimizer: object) -> InvalidArgumentError:
 def class_head(
     n_classes: int, weight_column: WeightColumn, label_vocabulary: Sequence[str] | None, loss_reduction: str
 ) -> Head:
-    """Returns the head of so many classes."""
+    """Returns the head for a number of classes."""
     arguments.integer("n_classes", n_classes, least=2)
     options: dict[str, Any] = {
         "weight_column": weight_column,
@@ -273,7 +273,7 @@ def combined_logits(
     linear: tuple[Columns, Optimizer, str],
     deep: tuple[Columns, Optimizer, Sequence[int] | None, Activation, float | None, bool],
 ) -> tuple[TrainedLogits, list[AbstractColumn]]:
-    """Returns the logits of a wide and a deep model, each with an optimizer of its own, and the columns of both."""
+    """Returns the logits of a wide and a deep model, each with its own optimizer, and the columns of both."""
     linear_columns, linear_optimizer, combiner = linear
     deep_columns, deep_optimizer, hidden_units, activation, dropout, norm = deep
     linear_columns = checked_columns(linear_columns, "linear_feature_columns") if linear_columns else []
@@ -308,7 +308,9 @@ def baseline_logits(head: Head, optimizer: Optimizer) -> TrainedLogits:
         arrays = jax.tree.leaves(features)
         if not arrays:
             raise InputError(
-                f"features={shown(features)}", "tell no number of rows.", "a feature, although it is not used"
+                f"features={shown(features)}",
+                "have no array, so the number of rows is unknown.",
+                "a feature, although it is not used",
             )
         # Any feature will do: only the number of rows counts.
         rows = arrays[0].shape[0]

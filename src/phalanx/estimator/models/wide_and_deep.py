@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`DNNLinearCombinedClassifier` and its like."""
+"""`DNNLinearCombinedClassifier` and its siblings."""
 
 import os
 from collections.abc import Sequence
@@ -25,16 +25,16 @@ class DNNLinearCombinedClassifier(HeadEstimator):
       dnn_feature_columns: feature columns of the deep part.
       dnn_optimizer: optimizer of the deep part.
       dnn_hidden_units: number of units of each hidden layer.
-      dnn_activation_fn: function between the layers.
-      dnn_dropout: fraction of units that are dropped in each step. None for none.
+      dnn_activation_fn: activation function of the hidden layers.
+      dnn_dropout: fraction of units to drop in each step. None to drop none.
       n_classes: number of classes.
-      weight_column: name of the feature, or numeric column, with the weight of each row. None for equal weights.
-      label_vocabulary: the classes, if labels are texts.
+      weight_column: name of the feature, or numeric column, with the weight of each row. None if all rows count the same.
+      label_vocabulary: list of the classes, if labels are strings.
       config: see `Estimator`.
       warm_start_from: see `Estimator`.
       loss_reduction: `"sum_over_batch_size"` or `"sum"`.
-      batch_norm: whether hidden layers are followed by BatchNormalization.
-      linear_sparse_combiner: how several categories of one feature are combined.
+      batch_norm: whether to add BatchNormalization after each hidden layer.
+      linear_sparse_combiner: how to combine the weights of several categories in one feature.
 
     Raises:
       InvalidArgumentError: an argument has the wrong type or value.
@@ -86,15 +86,15 @@ class DNNLinearCombinedRegressor(HeadEstimator):
       dnn_feature_columns: feature columns of the deep part.
       dnn_optimizer: optimizer of the deep part.
       dnn_hidden_units: number of units of each hidden layer.
-      dnn_activation_fn: function between the layers.
-      dnn_dropout: fraction of units that are dropped in each step. None for none.
+      dnn_activation_fn: activation function of the hidden layers.
+      dnn_dropout: fraction of units to drop in each step. None to drop none.
       label_dimension: number of values per row.
-      weight_column: name of the feature, or numeric column, with the weight of each row. None for equal weights.
+      weight_column: name of the feature, or numeric column, with the weight of each row. None if all rows count the same.
       config: see `Estimator`.
       warm_start_from: see `Estimator`.
       loss_reduction: `"sum_over_batch_size"` or `"sum"`.
-      batch_norm: whether hidden layers are followed by BatchNormalization.
-      linear_sparse_combiner: how several categories of one feature are combined.
+      batch_norm: whether to add BatchNormalization after each hidden layer.
+      linear_sparse_combiner: how to combine the weights of several categories in one feature.
 
     Raises:
       InvalidArgumentError: an argument has the wrong type or value.
@@ -136,7 +136,7 @@ class DNNLinearCombinedRegressor(HeadEstimator):
 
 @final
 class DNNLinearCombinedEstimator(HeadEstimator):
-    """A linear model and a deep network with a head of the user's choice. May be created outside all scopes.
+    """A linear model and a deep network with a head that you choose. May be created outside all scopes.
 
     Args:
       head: the loss, the metrics and the predictions.
@@ -146,11 +146,11 @@ class DNNLinearCombinedEstimator(HeadEstimator):
       dnn_feature_columns: feature columns of the deep part.
       dnn_optimizer: optimizer of the deep part.
       dnn_hidden_units: number of units of each hidden layer.
-      dnn_activation_fn: function between the layers.
-      dnn_dropout: fraction of units that are dropped in each step. None for none.
+      dnn_activation_fn: activation function of the hidden layers.
+      dnn_dropout: fraction of units to drop in each step. None to drop none.
       config: see `Estimator`.
-      batch_norm: whether hidden layers are followed by BatchNormalization.
-      linear_sparse_combiner: how several categories of one feature are combined.
+      batch_norm: whether to add BatchNormalization after each hidden layer.
+      linear_sparse_combiner: how to combine the weights of several categories in one feature.
 
     Raises:
       InvalidArgumentError: an argument has the wrong type or value.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Names of TensorFlow 1 that model functions use, so that a program changes only its imports: `from phalanx.estimator import tf1`.
+"""The names of TensorFlow 1 that model functions use: a program changes only its import, `from phalanx.estimator import tf1`.
 
-The functions work on arrays of JAX. Layers are those of Keras.
+The functions take JAX arrays. The layers are Keras layers.
 """
 
 from numpy import float32, float64, int32, int64

@@ -76,7 +76,7 @@ class Dataset:
         return Dataset(self._dataset.batch(batch_size, drop_remainder=drop_remainder))
 
     def map(self, map_func: Callable[..., Any], num_parallel_calls: int | None = None) -> "Dataset":
-        """Returns what a function makes of each element. Of a pair, it gets both parts as arguments."""
+        """Applies a function to each element. If the element is a pair, the function gets two arguments."""
         arguments.function("map_func", map_func, "dataset.map(lambda features, labels: ...)")
         return Dataset(self._dataset.map(lambda x: map_func(*x) if isinstance(x, tuple) else map_func(x)))
 
@@ -95,7 +95,7 @@ class Dataset:
         return Dataset(self._dataset[index::num_shards])
 
     def prefetch(self, buffer_size: int) -> "Dataset":
-        """Returns the dataset, because Phalanx reads ahead in any case."""
+        """Returns the dataset, because Phalanx always reads ahead."""
         return self
 
     def cache(self, filename: str = "") -> "Dataset":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers of `tf.compat.v1.layers`: the classes of Keras, and functions that create and apply one."""
+"""Layers of `tf.compat.v1.layers`: the Keras classes, and functions that create and apply one."""
 
 import jax
 import keras

@@ -42,7 +42,7 @@ def _loss(
     weights: float,
     reduction: str,
 ) -> jax.Array:
-    # Weights per row would make the three means of TensorFlow 1 differ. Losses of Keras take them.
+    # Weights per row would make the three means of TensorFlow 1 differ. Keras losses take them.
     if not isinstance(weights, (int, float, np.number)):
         raise InvalidArgumentError(
             f"weights={shown(weights)}",
@@ -51,7 +51,7 @@ def _loss(
         )
     if not isinstance(reduction, str) or reduction not in _NAMES:
         raise InvalidArgumentError(
-            f"reduction={shown(reduction)}", f"must be one of {tuple(_NAMES)}.", "leave reduction out"
+            f"reduction={shown(reduction)}", f"must be one of {tuple(_NAMES)}.", "omit reduction"
         )
     return reduced(fn, labels, predictions, _NAMES[reduction]) * float(weights)
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of `tf.compat.v1.metrics`: each creates a metric of Keras and updates it. Call them in a model function.
+"""Metrics of `tf.compat.v1.metrics`: each creates a Keras metric and updates it. Call them in a model function.
 
-Each returns a pair like that of TensorFlow 1. Both parts are the value so far.
+Each returns a pair, as in TensorFlow 1. Both items are the current value.
 """
 
 import jax.numpy as jnp

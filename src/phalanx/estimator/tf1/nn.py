@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions of `tf.compat.v1.nn` on arrays of JAX."""
+"""Functions of `tf.compat.v1.nn` on JAX arrays."""
 
 from typing import Any
 

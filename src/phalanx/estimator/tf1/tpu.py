@@ -18,7 +18,7 @@ def CrossShardOptimizer(opt: T, reduction: str = Reduction.MEAN, group_assignmen
       group_assignment: must be None.
 
     Raises:
-      InvalidArgumentError: an argument cannot be honoured.
+      InvalidArgumentError: an argument is not supported.
 
     Source: tf.compat.v1.tpu.CrossShardOptimizer.
 

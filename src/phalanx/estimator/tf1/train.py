@@ -36,10 +36,10 @@ Rate: TypeAlias = ArrayLike | Callable[[], ArrayLike]
 
 
 class Optimizer:
-    """An optimizer of TensorFlow 1. Each model function creates its optimizer of Keras from it.
+    """An optimizer of TensorFlow 1. Each model function creates its Keras optimizer from it.
 
     Args:
-      kind: function of `learning_rate` that creates the optimizer of Keras.
+      kind: function of `learning_rate` that creates the Keras optimizer.
       learning_rate: float, an array of the model function, or a function without arguments.
 
     Raises:
@@ -62,7 +62,7 @@ class Optimizer:
         self._made: keras.optimizers.Optimizer | None = None
 
     def create(self) -> keras.optimizers.Optimizer:
-        """Returns a new optimizer of Keras. Call it in a model function."""
+        """Returns a new Keras optimizer. Call it in a model function."""
         rate = self._rate
         # A function, so that the rate is no variable: a checkpoint does not change it.
         return self._kind(learning_rate=rate if callable(rate) else lambda: jnp.asarray(rate, jnp.float32))

@@ -39,8 +39,8 @@ def test_any_number_of_rows(folder):
         ({"x": np.ones((2, 3))}, ["the feature 'x' of the shape (2, 3)", "a row has the shape []"]),
         ({"x": 3.0}, ["the feature 'x' of the shape ()", "one row per example"]),
         ({"x": np.ones(0)}, ["the feature 'x' of the shape (0,)", "one row per example"]),
-        ({"x": ["a", "b"]}, ["the feature 'x'", "no array of float32"]),
-        ({"x": [[1.0], [2.0, 3.0]]}, ["the feature 'x'", "no array of float32"]),
+        ({"x": ["a", "b"]}, ["the feature 'x'", "not an array of float32"]),
+        ({"x": [[1.0], [2.0, 3.0]]}, ["the feature 'x'", "not an array of float32"]),
     ):
         with refused(InputError, words):
             loaded.predict(features)
@@ -54,13 +54,13 @@ def test_incomplete_exports_are_refused(content, folder, tmp_path):
         (copy / name).unlink()
         if content is not None:
             (copy / name).write_bytes(content)
-        with refused(CheckpointError, ["load_saved_model(", "no exported model, or an incomplete one", "has returned"]):
+        with refused(CheckpointError, ["load_saved_model(", "not an exported model, or is incomplete", "has returned"]):
             estimator.load_saved_model(copy)
 
 
 def test_folders_without_an_export(tmp_path):
     for path in (tmp_path, tmp_path / "nothing"):
-        with refused(CheckpointError, ["no exported model"]):
+        with refused(CheckpointError, ["not an exported model"]):
             estimator.load_saved_model(path)
     with refused(InvalidArgumentError, ["path=3", "must be a path"]):
         estimator.load_saved_model(3)
@@ -112,7 +112,7 @@ def test_program_that_depends_on_the_rows(tmp_path):
         model.export_saved_model(tmp_path / "export", RECEIVE)
     model = made(tmp_path / "b", shaping(lambda x: keras.ops.reshape(x, (2, 1)))).train(rows())
     loaded = estimator.load_saved_model(model.export_saved_model(tmp_path / "export", RECEIVE))
-    with refused(InputError, ["features of the shapes {'x': (3,)}", "so many rows", "reshape"]):
+    with refused(InputError, ["features of the shapes {'x': (3,)}", "this number of rows", "reshape"]):
         loaded.predict({"x": [1.0, 2.0, 3.0]})
 
 

@@ -19,11 +19,11 @@ test_arguments_that_are_refused = refusals(
     (lambda: estimator.CheckpointSaverHook("a", 1, 1), ["every_secs=1 and", "exactly one"]),
     (lambda: estimator.CheckpointSaverHook("a", 1, saver=3), ["saver=3", "must be a Saver"]),
     (lambda: estimator.CheckpointSaverHook("a", 1, checkpoint_basename=3), ["checkpoint_basename=3", "a path"]),
-    (lambda: estimator.CheckpointSaverHook("a", 1, scaffold=3), ["scaffold=3", "what the graph has"]),
+    (lambda: estimator.CheckpointSaverHook("a", 1, scaffold=3), ["scaffold=3", "the variables of the graph"]),
     (lambda: estimator.CheckpointSaverHook("a", 1, listeners=3), ["a saving listener=3", "must be a"]),
     (lambda: estimator.CheckpointSaverHook("a", 1, listeners=["b"]), ["a saving listener='b'", "must be a"]),
     (lambda: estimator.SummarySaverHook(1), ["summary_op=None", "a dict from tags"]),
-    (lambda: estimator.SummarySaverHook(1, summary_op={"a": "b"}), ["without a writer", "no folder"]),
+    (lambda: estimator.SummarySaverHook(1, summary_op={"a": "b"}), ["without a writer", "a writer or a folder"]),
     (lambda: estimator.SummarySaverHook(1, output_dir=3, summary_op={"a": "b"}), ["output_dir=3", "must be a path"]),
     (
         lambda: estimator.SummarySaverHook(1, output_dir="a", summary_op={"a": "b"}, scaffold=3),

@@ -18,8 +18,8 @@ def read(dataset, columns=(), labels_fn=None):
 test_input_functions_that_are_refused = refusals(
     InputError,
     (lambda: None, ["returns None", "no data"]),
-    (lambda: 3, ["returns 3", "it is no dataset"]),
-    (lambda: "text", ["returns 'text'", "it is no dataset"]),
+    (lambda: 3, ["returns 3", "it is not a dataset"]),
+    (lambda: "text", ["returns 'text'", "it is not a dataset"]),
     (lambda batch_size: [], ["the parameters ['batch_size']", "'batch_size' has no value", "functools.partial"]),
     call=lambda input_fn: batches.dataset_of(input_fn, {"params": {}, "mode": "train"}, (), None),
 )
@@ -41,10 +41,10 @@ def test_input_function_gets_what_it_asks_for():
 test_batches_that_are_refused = refusals(
     InputError,
     ([(X, Y, Y)], ["a batch of 3 parts", "(features, labels)"]),
-    ([({"x": np.array(["a"])}, Y)], ["features['x'] of <U1", "text cannot be computed with", "feature_columns"]),
-    ([(X, np.array(["a", "b"]))], ["labels of <U1", "text cannot be computed with"]),
-    ([({3: Y}, Y)], ["features of the names [3]", "names must be texts"]),
-    ([({"x": Y, 3: Y}, Y)], ["features of the names ['x', 3]", "names must be texts"]),
+    ([({"x": np.array(["a"])}, Y)], ["features['x'] of <U1", "a device cannot compute with text", "feature_columns"]),
+    ([(X, np.array(["a", "b"]))], ["labels of <U1", "a device cannot compute with text"]),
+    ([({3: Y}, Y)], ["features of the names [3]", "names must be strings"]),
+    ([({"x": Y, 3: Y}, Y)], ["features of the names ['x', 3]", "names must be strings"]),
     (
         [(X, Y), ({"y": Y}, Y)],
         ["a batch with no features['x']", "the first batch has floats of shape (rows,) as features['x']"],

@@ -46,9 +46,9 @@ test_arguments_that_are_refused = refusals(
 
 test_optimizers_that_are_refused = refusals(
     InvalidArgumentError,
-    ("unknown", ["optimizer='unknown'", "must be an optimizer of Keras"]),
-    (3, ["optimizer=3", "must be an optimizer of Keras"]),
-    (lambda: 3, ["optimizer=", "must be an optimizer of Keras"]),
+    ("unknown", ["optimizer='unknown'", "must be a Keras optimizer"]),
+    (3, ["optimizer=3", "must be a Keras optimizer"]),
+    (lambda: 3, ["optimizer=", "must be a Keras optimizer"]),
     call=lambda optimizer: creator_of(optimizer)(),
 )
 
@@ -75,7 +75,7 @@ test_data_that_does_not_fit = refusals(
     InputError,
     ((X_MODEL, (np.ones(2, "float32"), LABELS)), ["features=", "must be a dict"]),
     ((X_MODEL, DATA[0][0]), ["labels=None in mode 'train'", "a loss needs labels"]),
-    ((estimator.BaselineClassifier, ({}, LABELS)), ["features={}", "no number of rows"]),
+    ((estimator.BaselineClassifier, ({}, LABELS)), ["features={}", "the number of rows is unknown"]),
     call=trained,
 )
 test_columns_that_do_not_fit = refusals(
