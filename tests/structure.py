@@ -164,8 +164,8 @@ LIMITS: dict[Callable[[Sources], list[str]], tuple[int, int]] = {
     pronouns: (2, 40),
     attributes_on_objects_of_keras: (0, 0),
     lines_with_any: (281, 200),
-    missing_comments: (479, 0),
-    all_lines: (60_080, 55_500),
+    missing_comments: (478, 0),
+    all_lines: (60_085, 55_500),
 }
 """For each count, the limit of today and the goal."""
 

@@ -82,6 +82,10 @@ test_options_that_are_refused = refusals(
     (lambda: estimator.BinaryClassHead(thresholds=0.5), ["thresholds=0.5", "between 0 and 1"]),
     (lambda: estimator.BinaryClassHead(loss_fn=3), ["loss_fn=3", "not callable"]),
     (lambda: estimator.BinaryClassHead(weight_column=3), ["weight_column=3", "a name or a numeric column"]),
+    (
+        lambda: estimator.BinaryClassHead(feature_column.categorical_column_with_identity("w", 3)),
+        ["weight_column=", "a name or a numeric column"],
+    ),
     (lambda: estimator.BinaryClassHead(loss_reduction="mean"), ["loss_reduction='mean'", "must be one of"]),
     (lambda: estimator.BinaryClassHead(label_vocabulary=["a"]), ["label_vocabulary=['a']", "the 2 classes"]),
     (lambda: estimator.BinaryClassHead(label_vocabulary="ab"), ["label_vocabulary='ab'", "the 2 classes"]),
@@ -125,6 +129,17 @@ test_weights_that_are_refused = refusals(
     ({"w": THREE}, ["the feature 'w' of the shape (3, 3)", "one weight"]),
     call=lambda features: estimator.BinaryClassHead("w").loss(np.array([1, 0, 1]), LOGITS, features),
 )
+
+
+def test_weights_are_normalized_by_their_column():
+    """A numeric column gives its key and its `normalizer_fn`."""
+    labels, weights = np.array([1, 0, 1]), np.array([1.0, 2.0, 4.0], "float32")
+    column = feature_column.numeric_column("w", normalizer_fn=lambda w: w / 2)
+    losses = [
+        float(estimator.BinaryClassHead(key).loss(labels, LOGITS, {"w": w}))
+        for key, w in ((column, weights), ("w", weights / 2))
+    ]
+    assert losses[0] == losses[1] != float(estimator.BinaryClassHead("w").loss(labels, LOGITS, {"w": weights}))
 
 
 def test_specifications_that_are_refused():

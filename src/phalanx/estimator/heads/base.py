@@ -50,13 +50,15 @@ class Head(ABC):
             )
         if loss_fn is not None:
             arguments.function("loss_fn", loss_fn, "def loss_fn(labels, logits)")
-        # Of a numeric_column only the key counts. tf.estimator would also apply its `normalizer_fn` to the weights.
-        self._weight_column = getattr(weight_column, "key", weight_column)
-        if self._weight_column is not None and not isinstance(self._weight_column, str):
+        # Only a numeric column: others have a key, too, but their features are categories.
+        self._weight_fn: Callable[[Any], Any] | None = None
+        if isinstance(weight_column, NumericColumn):
+            self._weight_fn, weight_column = weight_column.normalizer_fn, weight_column.key
+        if weight_column is not None and not isinstance(weight_column, str):
             raise InvalidArgumentError(
                 f"weight_column={shown(weight_column)}", "must be a name or a numeric column.", 'weight_column="weight"'
             )
-        self._reduction, self._loss_fn, self._name = reduction, loss_fn, name
+        self._weight_column, self._reduction, self._loss_fn, self._name = weight_column, reduction, loss_fn, name
 
     @property
     def name(self) -> str | None:
@@ -189,7 +191,8 @@ class Head(ABC):
                 f"the features are {sorted(features) if isinstance(features, Mapping) else 'an array'}.",
                 "a feature of this name, in the input_fn",
             )
-        weights = jnp.asarray(features[self._weight_column], jnp.float32)
+        raw = features[self._weight_column]
+        weights = jnp.asarray(raw if self._weight_fn is None else self._weight_fn(raw), jnp.float32)
         # (rows,) and (rows, 1) are the same weights. More per row would be weights of labels, and losses are per row.
         if weights.size != weights.shape[0]:
             raise InputError(

@@ -53,7 +53,9 @@ def _loss(
         raise InvalidArgumentError(
             f"reduction={shown(reduction)}", f"must be one of {tuple(_NAMES)}.", "omit reduction"
         )
-    return reduced(fn, labels, predictions, _NAMES[reduction]) * float(weights)
+    # MEAN divides by the sum of the weights (losses_impl.py), so that only a weight of 0 makes a difference.
+    scale = float(weights != 0) if reduction == Reduction.MEAN else float(weights)
+    return reduced(fn, labels, predictions, _NAMES[reduction]) * scale
 
 
 def mean_squared_error(

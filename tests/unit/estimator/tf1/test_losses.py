@@ -34,6 +34,14 @@ def test_reductions_to_a_mean_and_a_sum():
     np.testing.assert_allclose(found, np.square(Y - P).sum(), rtol=1e-6)
 
 
+def test_weight_cancels_in_the_weighted_mean():
+    """`Reduction.MEAN` divides by the sum of the weights, the other means by the number of elements."""
+    mean = np.square(Y - P).mean()
+    for name, weights, wanted in (("MEAN", 3.0, mean), ("MEAN", 0, 0), ("SUM_OVER_BATCH_SIZE", 3.0, 3 * mean)):
+        loss = losses.mean_squared_error(Y, P, weights, getattr(losses.Reduction, name))
+        np.testing.assert_allclose(loss, wanted, rtol=1e-6)
+
+
 test_options_that_are_refused = refusals(
     InvalidArgumentError,
     ({"weights": np.ones(4)}, ["weights=", "only a number", "sample_weight"]),
