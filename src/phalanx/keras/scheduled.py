@@ -185,6 +185,12 @@ class WorkersData:
 
     is_within_epoch = False
 
+    def read_beside(self) -> None:
+        """Nothing changes: the workers read in processes of their own."""
+
+    def require_batch(self, method: str) -> None:
+        """Nothing is checked: each epoch has `num_batches` batches."""
+
     def get_state(self) -> State:
         """Returns the position at the end of an epoch: nothing, because each worker reads a dataset of its own.
 

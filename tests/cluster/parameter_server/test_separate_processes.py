@@ -42,7 +42,10 @@ def test_a_lost_worker_is_one_line():
         output, _ = coordinator.communicate(timeout=300)
         assert output == ""
         lines = [line for line in errors_of(coordinator).splitlines() if "waiting for" not in line]
-        assert lines == ["worker:0 was lost. A new worker starts in its place and runs its steps again."]
+        assert lines == [
+            "Phalanx: 2 workers and 1 parameter server",
+            "worker:0 was lost. A new worker starts in its place and runs its steps again.",
+        ]
 
 
 def test_all_processes_end_with_a_killed_coordinator():

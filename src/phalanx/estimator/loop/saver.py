@@ -3,7 +3,10 @@
 
 import logging
 import os
-from typing import final
+from collections.abc import Mapping
+from typing import Any, final
+
+import keras
 
 from phalanx._src.checkpoint.checkpoint import of_chief
 from phalanx.errors import CheckpointMismatchError
@@ -68,7 +71,22 @@ def checkpoint_of(graph: Graph) -> Checkpoint:
     scaffold = graph.spec.scaffold
     if scaffold is not None and scaffold.saver is not None:
         return scaffold.saver
-    return Checkpoint(**graph.variables)
+    return Checkpoint(_nested(graph.variables))
+
+
+def _nested(variables: Mapping[str, keras.Variable]) -> dict[str, Any]:
+    """Returns variables in dicts of dicts by the steps of their names, so that a checkpoint has them under these names.
+
+    A key with a "/" is one step in a checkpoint, and is written with another sign for it.
+    """
+    root: dict[str, Any] = {}
+    # In this order, a variable comes before those whose names begin with its name. Those keep the rest of their names in one step.
+    for name in sorted(variables):
+        folder, steps = root, name.split("/")
+        while len(steps) > 1 and isinstance(inner := folder.setdefault(steps[0], {}), dict):
+            folder, steps = inner, steps[1:]
+        folder["/".join(steps)] = variables[name]
+    return root
 
 
 def restore(graph: Graph, path: str) -> None:
