@@ -90,6 +90,14 @@ def test_evaluation_without_rows(strategy):
         model.evaluate(X[:0], Y[:0], verbose=0)
 
 
+def test_targets_are_missing(strategy):
+    """Without them a loss has nothing to compare with, in the first step and before the model is built."""
+    for make in (compiled(), compiled(lambda: keras.Sequential([keras.layers.Dense(3)]))):
+        model = under(strategy, make)
+        with pytest.raises(InvalidArgumentError, match="without targets.*\nHINT: fit\\(x, y\\)"):
+            model.fit(X, verbose=0)
+
+
 class Written(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         pass

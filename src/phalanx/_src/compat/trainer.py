@@ -37,6 +37,7 @@ from phalanx._src.compat.frozen import train_unfrozen
 from phalanx._src.compat.hooks import extend
 from phalanx._src.compat.optimizers import build_optimizer
 from phalanx._src.compat.scope import lift_scope
+from phalanx.errors import InvalidArgumentError
 from phalanx.typing import PyTree
 
 _R = TypeVar("_R")
@@ -121,6 +122,7 @@ def build(model: keras.Model, batch: PyTree, *, has_own_step: bool) -> None:
     """
     if not has_own_step:
         train_unfrozen(model)
+        _require_targets(model, unpacked(batch)[1])
     try:
         if not has_own_step or type(model).call is not keras.Model.call:
             model._symbolic_build(data_batch=batch)
@@ -296,9 +298,24 @@ def forward(model: keras.Model, x: PyTree, *, training: bool) -> PyTree:
 def compute_loss(
     model: keras.Model, x: PyTree, y: PyTree, y_pred: PyTree, sample_weight: PyTree, *, training: bool
 ) -> jax.Array:
-    """Returns the loss of a model, including the losses that its layers added."""
+    """Returns the loss of a model, including the losses that its layers added.
+
+    Raises:
+      InvalidArgumentError: there are no targets, but a loss compares with them.
+    """
+    _require_targets(model, y)
     loss: jax.Array = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
     return loss
+
+
+def _require_targets(model: keras.Model, y: PyTree) -> None:
+    # Keras converts the missing targets to an array: "None is not a valid value for jnp.array".
+    if y is None and model._compile_loss is not None and type(model).compute_loss is keras.Model.compute_loss:
+        raise InvalidArgumentError(
+            f"fit, evaluate or a step of {type(model).__name__} on data without targets",
+            "the loss that compile got compares the outputs with targets.",
+            "fit(x, y), or a dataset of pairs (x, y); compile(optimizer) without a loss if layers add their losses",
+        )
 
 
 def loss_tracker(model: keras.Model) -> keras.metrics.Metric:
