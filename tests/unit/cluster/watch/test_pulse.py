@@ -1,7 +1,9 @@
 """The child process that gives signs of life: that they come, and that it ends with its owner. test_watch.py shows what they are for."""
 
+import ctypes
 import os
 import socket
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -42,6 +44,19 @@ def test_signs_come_until_it_is_released(ends):
     pulse.release()
     while theirs.recv(1 << 16):
         pass
+
+
+def test_signs_come_during_a_call_of_c(ends):
+    """A call that holds the lock of the interpreter, so that no thread runs, until three signs have arrived."""
+    ours, theirs = ends
+    pulse = Pulse([ours.fileno()], 0.05)
+    signs = ctypes.create_string_buffer(3 * len(SIGN))
+    limit_s = struct.pack("ll", 300, 0)  # Of a hang: without signs, nothing could end this process.
+    theirs.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit_s)
+    # PyDLL does not release the lock.
+    received = ctypes.PyDLL(None).recv(theirs.fileno(), signs, len(signs) - 1, socket.MSG_WAITALL)
+    pulse.release()
+    assert signs.raw[:received] == (SIGN * 3)[:-1]
 
 
 def test_it_ends_with_a_killed_owner(ends):

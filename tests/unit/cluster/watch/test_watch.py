@@ -620,20 +620,6 @@ def test_real_process_that_sigstop_holds(processes):
         assert place in text
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="the states of processes are in /proc")
-@pytest.mark.parametrize("rank", [0, 1])
-def test_real_process_in_a_long_call_of_c(processes, rank):
-    """All its threads stand still then, longer than it may be silent. Nobody is ended."""
-    # A call by PyDLL keeps the lock of the interpreter.
-    codes = [
-        f"import ctypes; ctypes.{kind}(None).sleep(20); print('on', flush=True); sys.stdin.read()"
-        for kind in ("PyDLL", "CDLL")
-    ]
-    running = processes(*codes[:: 1 if rank == 0 else -1], stall_s=15.0)
-    assert [process.stdout.readline() for process in running] == ["on\n"] * 2
-
-
 @pytest.fixture
 def connected():
     """The two ends of a real connection, of which the first has connected to the port of the second."""
