@@ -3,7 +3,6 @@
 import json
 import os
 import subprocess
-import sys
 
 import jax.numpy as jnp
 import keras
@@ -15,7 +14,7 @@ from hypothesis import strategies as st
 from tests.draws import draws
 
 from phalanx._src.checkpoint import store
-from phalanx.errors import CheckpointError, MissingDependencyError, PhalanxError
+from phalanx.errors import CheckpointError, PhalanxError
 from phalanx.keras import BackupAndRestore
 from phalanx.train import Checkpoint, CheckpointManager
 
@@ -279,14 +278,6 @@ def test_malformed_values_are_refused(tmp_path, value, dtypes):
     safetensors.numpy.save_file({"a": array}, tmp_path / "a.safetensors", metadata)
     with pytest.raises(CheckpointError, match="the file is damaged: "):
         store.CheckpointFile(tmp_path / "a").value("v")
-
-
-def test_missing_library_is_told_when_a_checkpoint_is_made(monkeypatch):
-    """Not by the first save."""
-    monkeypatch.setitem(sys.modules, "safetensors.numpy", None)
-    for make in (Checkpoint, lambda: BackupAndRestore("backup")):
-        with pytest.raises(MissingDependencyError, match=r'not installed.\nHINT: pip install "\.\[checkpoint\]"'):
-            make()
 
 
 def test_folder_without_rights_is_told_when_a_manager_is_made(tmp_path):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The iterator of a distributed dataset, which places batches on the devices and can save its position."""
 
+import functools
 import os
 import time
 from collections import deque
@@ -15,12 +16,12 @@ from typing_extensions import override
 from phalanx._src import compat
 from phalanx._src.input import state as positions
 from phalanx._src.input.feed import AbstractBatches, Batch, Feed, Form, ReadAhead, Step
-from phalanx._src.input.landing import Landing
+from phalanx._src.input.landing import Landed, Landing
 from phalanx._src.input.lockstep import Lockstep
 from phalanx._src.input.placement import Placement
 from phalanx._src.input.shard import InputWorker
 from phalanx._src.input.sharding import Plan
-from phalanx._src.input.sources.base import Owner, State, stack
+from phalanx._src.input.sources.base import Owner, Piece, State, stack
 from phalanx._src.input.sources.rows import read
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.mesh.values import is_distributed, spec_of
@@ -324,7 +325,9 @@ class DistributedIterator(AbstractIterator):
         self._state = reader.get_state()
         ahead, fetches = self._options.experimental_per_replica_buffer_size, self._options.fetches_to_device
         facts, place, landing = self._plan.source.facts, _unplaced, None
-        # The default strategy yields the user's own arrays without copying them.
+        # The default strategy yields the user's own arrays without copying them, if the user's code does not write to them again.
+        if not self._topology.has_devices and facts.owner is Owner.UNTIL_READ:
+            landing = Landing(facts.owner, self._topology.pool, fits_devices=False)
         if self._topology.has_devices:
             landing = Landing(facts.owner, self._topology.pool, fits_devices=fetches)
             place = Placement(self._topology, self._worker, landing, fetches=fetches).place
@@ -405,8 +408,12 @@ def worker_of(topology: Topology) -> InputWorker:
 
 def _unplaced(steps: Sequence[Step], room: int | None) -> PyTree:
     """Returns the batch without placing it, for the default strategy."""
-    wholes = [jax.tree.map(read, step.piece.parts[0]) for step in steps]
+    wholes = [jax.tree.map(functools.partial(_rows_of, step.piece), step.piece.parts[0]) for step in steps]
     return wholes[0] if room is None else stack(wholes, len(wholes))
+
+
+def _rows_of(piece: Piece, leaf: PyTree) -> PyTree:
+    return leaf[: piece.counts[0]] if isinstance(leaf, Landed) else read(leaf)
 
 
 def require_outside_programs(call: str) -> None:
