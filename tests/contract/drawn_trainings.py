@@ -67,6 +67,12 @@ ROW_FORMS = {
 }
 """One value per row, of this row."""
 
+
+def shares(values):
+    """A softmax over the batch, of which Keras warns if the batch has one row."""
+    return values / ops.sum(values)
+
+
 FORMS = ROW_FORMS | {
     "softmin": lambda d: ops.logsumexp(ops.matmul(d, ops.transpose(d)), axis=-1),
     "mean": ops.mean,
@@ -75,7 +81,7 @@ FORMS = ROW_FORMS | {
     "ratio": lambda d: ops.sum(d) / (1 + ops.sum(ops.square(d))),
     "hardest": lambda d: ops.mean(ops.sort(ops.mean(d, axis=-1))[ops.shape(d)[0] // 2 :]),
     "padded": lambda d: ops.mean(ops.pad(d, [[0, 1], [0, 0]])),
-    "normalized": lambda d: ops.sum(ops.softmax(ops.sum(d, axis=-1), axis=0) * ops.mean(d, axis=-1)),
+    "normalized": lambda d: ops.sum(shares(ops.exp(ops.sum(d, axis=-1))) * ops.mean(d, axis=-1)),
 }
 """One value per row, of all rows, or one per batch."""
 

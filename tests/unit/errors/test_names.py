@@ -11,7 +11,8 @@ import phalanx
 MODULES = [
     module.name
     for module in pkgutil.walk_packages(phalanx.__path__, "phalanx.")
-    if not re.search(r"\._|\.errors\.|\.api$", module.name)
+    # phalanx.typing is below phalanx.errors, and has one name.
+    if not re.search(r"\._|\.errors\.|\.api$|\.typing$", module.name)
 ]
 PUBLIC = [name for name in MODULES if hasattr(importlib.import_module(name), "__all__")]
 

@@ -117,12 +117,13 @@ def build(model: keras.Model, batch: PyTree, *, has_own_step: bool) -> None:
 
     Args:
       model: the model.
-      batch: pytree of arrays or `jax.ShapeDtypeStruct` with the shapes of a global batch.
+      batch: pytree of arrays or `jax.ShapeDtypeStruct` with the shapes of a global batch. None if they are not needed.
       has_own_step: whether the model has a custom step.
     """
     if not has_own_step:
         train_unfrozen(model)
-        _require_targets(model, unpacked(batch)[1])
+        if batch is not None:
+            _require_targets(model, unpacked(batch)[1])
     try:
         if not has_own_step or type(model).call is not keras.Model.call:
             model._symbolic_build(data_batch=batch)
