@@ -189,6 +189,31 @@ def test_connections_of_the_group_are_broken_off(monkeypatch):
             assert second.recv(1) == b"x"
 
 
+APART = """
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding, PartitionSpec
+from phalanx._src.runtime import coordination
+coordination.keep_all_reduces_apart()
+coordination.keep_all_reduces_apart()
+jax.config.update("jax_num_cpu_devices", 2)
+rows = NamedSharding(jax.make_mesh((2,), ("x",)), PartitionSpec("x"))
+arrays = [jax.ShapeDtypeStruct((2, n), jnp.float32, sharding=rows) for n in (8, 1)]
+compiled = jax.jit(lambda x, y: (x.sum(0), y.sum(0))).lower(*arrays).compile().as_text()
+print(*(line.split("=")[1].split("{")[0].strip() for line in compiled.splitlines() if " all-reduce(" in line))
+"""
+
+
+@pytest.mark.slow
+def test_all_reduces_stay_apart():
+    """No operation reduces two arrays: it would begin with the second one after the loss of a process in the first. Flags of the user stay."""
+    environment = ENVIRONMENT | {"XLA_FLAGS": "--xla_disable_hlo_passes=some --xla_cpu_enable_fast_math=false"}
+    done = subprocess.run(
+        [sys.executable, "-c", APART], env=environment, capture_output=True, text=True, timeout=DEADLINE_S
+    )
+    assert done.stdout.split() == ["f32[8]", "f32[1]"], done.stderr
+
+
 @pytest.mark.slow
 def test_process_that_does_not_come():
     """The other one gets an error and does not end. One that waits for devices gets it when the loss is known."""

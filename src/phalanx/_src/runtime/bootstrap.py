@@ -53,6 +53,8 @@ def start(resolver: ClusterResolver, timeout_s: float | None = None, stall_timeo
     """
     member = membership.own()
     if member is not None:
+        # Before this process compiles anything, which one that joins a running training does alone.
+        coordination.keep_all_reduces_apart()
         # A process that joins a running training stays alone until its training begins.
         if not member.is_late and member.generation is None:
             first = member.meet(call=0, progress=[-1])
@@ -264,6 +266,7 @@ def _require_same(processes: int, rank: int) -> None:
 def _initialize(addresses: list[str], rank: int, timeout_s: float, host: str) -> None:
     # If all processes are on this machine, binds to the local address, so that no other machine can connect.
     bind = addresses[0] if rank == 0 and is_loopback(addresses[0]) else None
+    coordination.keep_all_reduces_apart()
     _set_up_jax()
     bypass_proxies(addresses[:1])
     try:

@@ -34,6 +34,19 @@ _SHARE_S = 600
 """Time to wait for what another process shares, in seconds. If that one is lost, `break_off` ends the wait."""
 _KEPT_SERVICES = 2
 _ATTEMPTS = 5
+_APART = "--xla_disable_hlo_passes=cpu-all-reduce-combiner"
+
+
+def keep_all_reduces_apart() -> None:
+    """Makes XLA run each all-reduce on CPUs for itself. It must not have compiled anything yet.
+
+    By default, XLA joins all-reduces that are independent into one operation. If gloo fails with one array, this operation goes on with the next
+    (jaxlib 0.10.2). A process next to a lost one then receives into the next array what another process still sends of the array that has failed, and
+    gloo aborts this process, because the sizes differ. Joined or not, gloo reduces one array after the other.
+    """
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    if _APART not in flags:
+        os.environ["XLA_FLAGS"] = " ".join([*flags, _APART])
 
 
 def connect(address: str, rank: int, size: int, timeout_s: float) -> None:
