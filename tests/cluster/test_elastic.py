@@ -781,3 +781,33 @@ def test_group_that_always_fails(tmp_path):
     code, output = run_script(tmp_path, BROKEN)
     assert code == 5, output
     assert re.search(r"worker \d failed first: it exited with code 5", output)
+
+
+ENTERING = """
+from phalanx._src.cluster.watch import membership
+from phalanx._src.runtime import bootstrap, coordination
+member, find_devices = membership.own(), coordination._find_devices
+def fail():
+    coordination._find_devices = find_devices
+    raise RuntimeError("it comes too late")
+if member.number == 1:
+    coordination._find_devices = fail
+generation = None
+while generation is None:
+    generation = member.meet(call=0, progress=[0])
+    try:
+        bootstrap.enter(generation)
+    except phalanx.errors.StartupError:
+        bootstrap.leave()
+        generation = None
+print("has entered", generation.number, flush=True)
+"""
+
+
+def test_one_leaves_before_all_have_entered(tmp_path):
+    """The other one, which waits for it in JAX, is told, and both form the next generation. JAX would let it wait for minutes."""
+    code, output = run_script(tmp_path, ENTERING)
+    assert code == 0, output
+    assert "has ended its program after step 0, and rank 0" in output
+    assert output.count("has entered 2") == 2
+    assert "starts again" not in output

@@ -109,8 +109,9 @@ def enter(generation: membership.Generation, stall_timeout_s: float | None = Non
         # A generation of one has no connections, and needs none.
         if lines:
             coordination.listen_at(host_for_others(lines.values(), addresses))
-        # Not inside `own.waiting()`: if a process has died on the way here, JAX gives it up by itself, or the watch ends the connection.
-        coordination.connect(generation.service, rank, len(addresses), _MEETING_S)
+        # JAX waits minutes for a process that has left the generation on the way here. The watch notices it, and ends the wait.
+        with watchdog.waiting():
+            coordination.connect(generation.service, rank, len(addresses), _MEETING_S)
     except RuntimeError as e:
         hint = "look at the output of the other processes"
         raise StartupError(about, f"JAX cannot connect them: {e}", hint) from e

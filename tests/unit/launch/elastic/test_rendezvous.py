@@ -201,12 +201,14 @@ def test_survivor_at_the_end_of_an_earlier_training(hall):
 
 
 def test_accused_process_is_killed(hall):
-    """By the number of its place; an accusation of another generation does not count."""
+    """By the number of its place, unless it waits for the next generation; an accusation of another generation does not count."""
     found = hall(1)
-    first, _ = members = found.members(4, 5)
+    first, _, third = members = found.members(4, 5, 6)
     found.meet(members)
+    meeting(third)
+    found.until_ready(6)
     first._say({"accuses": [0], "generation": 9, "why": "none"})
-    first.accuse([1], "it stands still")
+    first.accuse([2, 1], "it stands still")
     wait_until(lambda: found.killed)
     assert found.killed == [(5, "it stands still")]
 

@@ -278,7 +278,8 @@ class Rendezvous(threading.Thread):
                 member.peer.say({"call": self._call_of_others(member)})
             elif "accuses" in message and message["generation"] == self.generation:
                 for other in self._survivors():
-                    if other.rank in message["accuses"]:
+                    # One that is ready has left the generation, and waits for the next.
+                    if other.rank in message["accuses"] and not other.ready:
                         self._kill(other.number, message["why"])
 
     def _forget(self, member: _Member) -> None:
