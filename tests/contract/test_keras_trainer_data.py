@@ -277,6 +277,15 @@ def test_predictions_of_several_rows_for_each_row(strategy):
     same(made(Flat, strategy).predict(X, **EVALUATE), X.reshape(-1, 1))
 
 
+def test_predictions_of_a_batch_beside_rows(strategy):
+    """An output with a row per replica does not shorten the others."""
+    with strategy.scope():
+        x = keras.Input((2,))
+        model = keras.Model(x, [keras.ops.mean(x, axis=0, keepdims=True), x])
+    rows = np.arange(14, dtype="float32").reshape(7, 2)
+    np.testing.assert_array_equal(model.predict(rows, batch_size=4, verbose=0)[1], rows)
+
+
 def test_predict_of_one_row(strategy):
     """Of fewer rows than replicas, and of none on a batch."""
     model = made(linear, strategy)

@@ -59,8 +59,10 @@ class Outputs:
     """
 
     def __init__(self, expected: int | None) -> None:
-        self._expected, self._count = expected or 1, 0
+        self._expected = expected or 1
         self._arrays: list[np.ndarray] = []
+        # Per array, because an output may have another number of rows than the batch.
+        self._counts: list[int] = []
         self._tree: PyTree = None
 
     def add(self, parts: Sequence[PyTree]) -> PyTree:
@@ -68,10 +70,11 @@ class Outputs:
         added = parts[0] if len(parts) == 1 else jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
         leaves, self._tree = jax.tree.flatten(added)
         if not self._arrays:
-            self._arrays, self._count = leaves, len(leaves[0]) if leaves and leaves[0].ndim else 0
+            self._arrays, self._counts = leaves, [len(leaf) if leaf.ndim else 0 for leaf in leaves]
             return added
-        self._arrays = [self._grown(array, leaf) for array, leaf in zip(self._arrays, leaves, strict=True)]
-        self._count += len(leaves[0])
+        self._arrays = list(map(self._grown, self._arrays, self._counts, leaves))
+        self._counts = [count + len(leaf) for count, leaf in zip(self._counts, leaves, strict=True)]
+        self._expected = 2  # The first rows told how many there would be. If that was too few, twice as many.
         return added
 
     def result(self) -> PyTree:
@@ -82,18 +85,16 @@ class Outputs:
         """
         if self._tree is None:
             raise InvalidArgumentError("predict without a batch", "the data is empty.", "pass at least one row")
-        return self._tree.unflatten([x[: self._count] if x.ndim and len(x) > self._count else x for x in self._arrays])
+        return self._tree.unflatten([x[:n] if x.ndim else x for x, n in zip(self._arrays, self._counts, strict=True)])
 
-    def _grown(self, array: np.ndarray, leaf: np.ndarray) -> np.ndarray:
+    def _grown(self, array: np.ndarray, count: int, leaf: np.ndarray) -> np.ndarray:
         """Writes rows behind those that an array has, into a larger array if there is no room."""
-        count = self._count
         if array.dtype != leaf.dtype or array.shape[1:] != leaf.shape[1:] or not leaf.ndim:
             return np.concatenate([array[:count], leaf])
         if count + len(leaf) > len(array):
-            # The first rows tell how many there will be. If that was too few, twice as many.
             room = max(count * self._expected, count + len(leaf))
             larger = np.empty((room, *leaf.shape[1:]), leaf.dtype)
-            larger[:count], self._expected = array[:count], 2
+            larger[:count] = array[:count]
             array = larger
         array[count : count + len(leaf)] = leaf
         return array

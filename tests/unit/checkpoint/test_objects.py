@@ -146,7 +146,9 @@ def test_state_of_a_distributed_iterator_is_its_position(moved):
     assert next(target).values[0].tolist() == next(saved).values[0].tolist() == [8, 9]
 
 
-@pytest.mark.parametrize("value", [object(), {1, 2}, open, np.array(["text"]), {"a": [lambda: 1]}])
+@pytest.mark.parametrize(
+    "value", [object(), {1, 2}, open, np.array(["text"]), {"a": [lambda: 1]}, np.ma.masked_array([1, 2], [0, 1])]
+)
 def test_other_objects_are_named(tmp_path, value):
     """With their path and type, and nothing is written."""
     with pytest.raises(

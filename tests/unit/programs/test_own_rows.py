@@ -206,6 +206,41 @@ def test_statistics_count_rows():
     np.testing.assert_allclose(layer.moving_mean.numpy(), X[:12].mean(0), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("exchange", ["normalization", "all_reduce", "all_gather"])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_padding_has_no_part_in_gradients(exchange, rows):
+    """A replica without rows computes a loss of padding. Nothing of it comes back through an exchange to those that have rows."""
+
+    def total(x):
+        if exchange == "all_reduce":
+            return phalanx.get_replica_context().all_reduce("SUM", x.sum(axis=0))
+        return phalanx.get_replica_context().all_gather(x, axis=0).sum(axis=0)
+
+    def trained(strategy):
+        keras.utils.set_random_seed(1)
+        with strategy.scope():
+            first, last = keras.layers.Dense(4, activation="tanh"), keras.layers.Dense(1)
+            normalization = keras.layers.BatchNormalization(synchronized=True)
+            optimizer = keras.optimizers.SGD(0.1)
+
+        def step(x):
+            with phalanx.GradientTape() as tape:
+                y = first(x)
+                y = normalization(y, training=True) if exchange == "normalization" else y * total(y)
+                loss = phalanx.nn.compute_average_loss(jnp.square(last(y))[:, 0])
+            variables = first.trainable_variables + last.trainable_variables
+            optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+
+        for batch in strategy.experimental_distribute_dataset(X[:rows], batch_size=rows):
+            strategy.run(step, args=(batch,))
+        return [w for layer in (first, last) for w in layer.get_weights()]
+
+    three = trained(phalanx.MirroredStrategy([f"cpu:{i}" for i in range(3)]))
+    one = trained(phalanx.OneDeviceStrategy("cpu:0"))
+    for ours, theirs in zip(three, one, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
 def test_two_batches_in_a_run():
     """Each replica has its rows of both."""
     strategy = strategy_with([3, 1, 2])

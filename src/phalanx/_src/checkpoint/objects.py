@@ -310,6 +310,8 @@ def part_of(value: object) -> Part | None:
     """Returns how a value is saved; None if it is not one value, or cannot be saved."""
     if isinstance(value, Variable):
         return VariablePart(value)
+    if isinstance(value, np.ma.MaskedArray):
+        return None  # A file has no place for the mask.
     if text.is_array(value):
         return ArrayPart(value)
     if isinstance(value, np.random.Generator):

@@ -145,12 +145,21 @@ def all_reduce(
     if counts is not None and num_replicas > 1 and op is ReduceOp.MEAN:
         divisor = jnp.maximum(psum(jnp.asarray(counts, jnp.int32), REPLICA_AXIS), 1)
     if num_replicas > 1:
-        results = sums(results, wire_dtype)
+        results = [_counted_gradient(counts, x) for x in sums(results, wire_dtype)]
     if op is ReduceOp.MEAN:
         results = [divided(x, divisor) for x in results]
     results = [result.astype(dtype_of(op, x.dtype)) for result, x in zip(results, arrays, strict=True)]
     reduced: T = jax.tree.unflatten(structure, results)
     return reduced
+
+
+def _counted_gradient(counts: jax.Array | None, value: jax.Array) -> jax.Array:
+    """Returns `value`, whose gradient on this replica is zero unless `counts`.
+
+    The gradient of an exchange adds up what comes back from all replicas. A replica without rows computes with padding, also a loss
+    of it.
+    """
+    return value if counts is None else jnp.where(counts, value, lax.stop_gradient(value))
 
 
 def all_gather(
@@ -187,7 +196,8 @@ def all_gather(
 def _gathered(array: jax.Array, dim: int, sizes: Sequence[int]) -> jax.Array:
     """Returns the concatenation of arrays of different sizes. They are sent with room for the largest."""
     widths = [(0, max(0, max(sizes) - array.shape[dim]) if d == dim else 0) for d in range(array.ndim)]
-    parts = lax.all_gather(jnp.pad(array, widths), REPLICA_AXIS)
+    counts = jnp.asarray(sizes)[lax.axis_index(REPLICA_AXIS)] > 0 if 0 in sizes else None
+    parts = _counted_gradient(counts, lax.all_gather(jnp.pad(array, widths), REPLICA_AXIS))
     return jnp.concatenate(
         [lax.slice_in_dim(part, 0, size, axis=dim) for part, size in zip(parts, sizes, strict=True)], axis=dim
     )
