@@ -225,6 +225,28 @@ def test_a_log_of_ones_own_has_the_name_of_a_metric(strategy):
     assert model.train_on_batch(X[:8], Y[:8], return_dict=True)["loss"] == pytest.approx(wanted, rel=1e-5)
 
 
+class Rows(keras.metrics.Metric):
+    """Counts rows. Its result is its variable, as in many programs for tf.keras."""
+
+    def __init__(self):
+        super().__init__(name="rows")
+        self.count = self.add_weight(initializer="zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.count.assign_add(float(y_true.shape[0]))
+
+    def result(self):
+        return self.count
+
+
+def test_result_of_a_metric_is_its_variable(strategy):
+    """Keras alone fails with "Triggering `__jax_array__()` during abstractification"."""
+    with strategy.scope():
+        model = compiled(metrics=[Rows()])()
+    assert model.fit(X[:7], Y[:7], batch_size=4, verbose=0).history["rows"] == [7]
+    assert model.evaluate(X[:7], Y[:7], verbose=0, return_dict=True)["rows"] == 7
+
+
 def test_loss_as_a_function(strategy):
     def distance(y_true, y_pred):
         return ops.mean(ops.square(ops.one_hot(ops.cast(y_true, "int32"), CLASSES) - y_pred), axis=-1)

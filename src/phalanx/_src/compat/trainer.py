@@ -55,6 +55,15 @@ def on_model(hear: Callable[[keras.Model], None]) -> None:
     extend(_Trainer, "compile")(made)
 
 
+@extend(_Trainer, "get_metrics_result")
+def _values_of_metrics(original: Callable[[keras.Model], dict[str, Any]], self: keras.Model) -> dict[str, Any]:
+    """Returns the results of a model's metrics. A metric may return its variable, as in tf.keras; JAX refuses it as an output."""
+    results: dict[str, Any] = keras.tree.map_structure(
+        lambda x: x.value if isinstance(x, Variable) else x, original(self)
+    )
+    return results
+
+
 def before_saving(check: Callable[[Sequence[Variable]], None]) -> None:
     """Registers a function that may raise before a model is saved.
 
