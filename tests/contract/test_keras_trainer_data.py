@@ -368,7 +368,6 @@ REFUSED = {
     "lists_of_numbers": ((X.tolist(), Y), {}),
     "fewer_numbers": ((X[:, :2], Y), FIT),
     "more_targets": ((X, X), FIT),
-    "no_targets": ((X, None), FIT),
     "more_dims": ((X[None], Y[None]), FIT),
 }
 
