@@ -208,6 +208,7 @@ class Job(Training):
       pause_s: first pause after a step in seconds. Pauses grow, and end when `hurry` is called.
       widths: widths of the hidden layers. None for those of the benchmark.
       popen: starts a process, as `subprocess.Popen` does.
+      stall_s: the limit of the watch in seconds.
     """
 
     def __init__(
@@ -220,11 +221,12 @@ class Job(Training):
         pause_s: float = 0.0,
         widths: Sequence[int] | None = None,
         popen: type[subprocess.Popen] = subprocess.Popen,
+        stall_s: float = STALL_S,
     ) -> None:
         environment = {
             "PYTHONPATH": str(ROOT / "src"),  # Phalanx need not be installed.
             "JAX_PLATFORMS": "cpu",
-            "PHALANX_STALL_TIMEOUT_S": str(STALL_S),
+            "PHALANX_STALL_TIMEOUT_S": str(stall_s),
             "DONATE": "yes" if donate else "no",
             "PAUSE_S": str(pause_s),
             **({} if widths is None else {"WIDTHS": " ".join(map(str, widths))}),
