@@ -165,7 +165,7 @@ LIMITS: dict[Callable[[Sources], list[str]], tuple[int, int]] = {
     attributes_on_objects_of_keras: (0, 0),
     lines_with_any: (310, 300),
     missing_comments: (529, 0),
-    all_lines: (63_300, 55_500),
+    all_lines: (63_400, 55_500),
 }
 """For each count, the limit of today and the goal."""
 
