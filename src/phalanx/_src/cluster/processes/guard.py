@@ -21,6 +21,41 @@ _PATIENCE_S = 10.0
 _POLL_S = 0.05
 
 
+class Companion:
+    """A child process that outlives a signal to this one, and learns of its end by the end of its input.
+
+    Args:
+      arguments: arguments of Python. The process uses the standard library only.
+      descriptors: open files that it takes over.
+
+    Raises:
+      OSError: the process cannot be started.
+    """
+
+    def __init__(self, arguments: Sequence[str], descriptors: Sequence[int] = ()) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", *arguments],
+            pass_fds=descriptors,
+            env={},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            # It must survive Ctrl-C, the end of the terminal, and what a launcher sends to the group of this process.
+            start_new_session=True,
+        )
+
+    @property
+    def pid(self) -> int:
+        """The id of the process."""
+        return self._process.pid
+
+    def release(self) -> None:
+        """Ends the process."""
+        # Kill first: closing its input would look like the end of this process.
+        self._process.kill()
+        self._process.communicate()
+
+
 @final
 class Guard:
     """A child process that waits until this process ends, and then kills the marked processes.
@@ -36,21 +71,11 @@ class Guard:
     """
 
     def __init__(self, mark: str, folder: str = "", groups: Sequence[int] = ()) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", __file__, mark, folder, *map(str, groups)],
-            env={},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            # The guard must survive Ctrl-C and the end of the terminal.
-            start_new_session=True,
-        )
+        self._process = Companion([__file__, mark, folder, *map(str, groups)])
 
     def release(self) -> None:
         """Ends the guard process, once there is nothing to guard."""
-        # Kill first: closing its input would look like the end of this process.
-        self._process.kill()
-        self._process.communicate()
+        self._process.release()
 
 
 def marked(mark: str, folder: str = "") -> list[int]:

@@ -6,10 +6,10 @@ process is stopped. Uses the standard library only.
 """
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from typing import final
+
+from phalanx._src.cluster.processes.guard import Companion
 
 SIGN = b"{}\n"
 """The message: one that says nothing."""
@@ -48,18 +48,8 @@ class Pulse:
     def __init__(self, connections: Iterable[int], every_s: float) -> None:
         descriptors = list(connections)
         words = [f"{os.getpid()}", f"{every_s}", SIGN.decode(), *map(str, descriptors)]
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", _CHILD, *words],
-            pass_fds=descriptors,
-            env={},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            # It must survive what a terminal or a launcher sends to the group of this process.
-            start_new_session=True,
-        )
+        self._process = Companion(["-c", _CHILD, *words], descriptors)
 
     def release(self) -> None:
         """Ends the child process."""
-        self._process.kill()
-        self._process.communicate()
+        self._process.release()
