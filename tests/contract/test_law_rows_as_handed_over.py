@@ -74,7 +74,7 @@ class PyBatches(keras.utils.PyDataset):
 
 def own_arrays(source):
     """Returns arrays with all rows, and what a caller does who writes to them between two batches."""
-    total, offset = sum(source.sizes), 1 - int(arrays.is_shared_by_cpu(source.x[0]))
+    total, offset = sum(source.sizes), 1 - int(arrays.address(source.x[0]) % arrays.ALIGNMENT == 0)
     x, y = memory((total, source.x[0].shape[1]), offset), memory((total, 1), offset)
     x[:] = y[:] = np.arange(total, dtype="float32")[:, None]
 

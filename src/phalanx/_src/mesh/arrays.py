@@ -200,11 +200,6 @@ def address(array: np.ndarray) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def is_shared_by_cpu(array: np.ndarray) -> bool:
-    """Returns whether a CPU device uses the memory of this array instead of a copy."""
-    return array.__array_interface__["data"][0] % ALIGNMENT == 0  # type: ignore[no-any-return]
-
-
 def is_on_cpu(array: jax.Array) -> bool:
     """Returns whether NumPy can read an array where it is."""
     return next(iter(array.devices())).platform == "cpu" and not jnp.issubdtype(array.dtype, jax.dtypes.extended)
