@@ -46,7 +46,7 @@ def test_step_of_a_script_is_predicted(estimate, tmp_path):
     """The table goes to standard output, the figures into a file, and the script gets its arguments."""
     options = ("--topology", "cpu:1,2", "--devices", "2", "--output", "found.json")
     done = estimate(SCRIPT, *options, "train.py", "--topology", "x")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, "Phalanx: 2 replicas on cpu:0, cpu:1\n")
     assert "arguments ['--topology', 'x']" in done.stdout
     assert "predicted, not run" in done.stdout
     assert "was not stopped" not in done.stdout
