@@ -28,6 +28,7 @@ from training import (  # noqa: F401
     interrupted,
     loop,
     loop_on_pairs,
+    loop_sharded,
     loop_with,
     one_step,
     shuffled,

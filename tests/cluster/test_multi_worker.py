@@ -60,6 +60,19 @@ def test_replicas_of_two_devices(cluster_of):
     same(got["weights"], wanted.weights)
 
 
+@pytest.mark.parametrize(
+    ("size", "axis", "model", "optimizer", "sizes"),
+    [((2, 1), None, "mlp_l2", "adam", [24, 13, 3]), ((2, 2), "model", "mlp", "momentum", [24, 13])],
+)
+def test_sharded_variables_equal_one_device(cluster_of, size, axis, model, optimizer, sizes):
+    """No process holds a whole variable, and twenty steps give the losses and weights of one device."""
+    wanted = train_on_one_device(model, optimizer, tuple(sizes))
+    got = replies(cluster_of(*size), "loop_sharded", axis=axis, model=model, optimizer=optimizer, sizes=sizes)[0]
+    same(got["start"], wanted.start)
+    same(got["losses"], wanted.losses)
+    same(got["weights"], wanted.weights)
+
+
 @pytest.fixture(scope="module")
 def reference():
     """What Keras does with the same model on one device."""

@@ -271,9 +271,7 @@ def _metadata(paths: Any) -> str | dict[str, str] | None:
 
 def _on_host(weight: Any) -> np.ndarray:
     """Returns a copy of a weight. A collective call, if no process has the whole weight."""
-    home = slot_of(weight).home
-    value = weight.value if isinstance(weight, keras.Variable) else weight
-    return np.asarray(value) if home is None else to_host(value, home)
+    return to_host(weight.value if isinstance(weight, keras.Variable) else weight)
 
 
 def _as_images(weight: np.ndarray) -> np.ndarray | None:

@@ -42,7 +42,7 @@ class Snapshot:
 
     def put(self, path: str, array: Any) -> str:
         """Stores a copy of an array as `path`. With several workers, all must call it, and the chief keeps the copy."""
-        host = to_host(array, self.topology)
+        host = to_host(array)
         if self.topology.is_chief:
             self.arrays[path] = host
         return path

@@ -10,8 +10,8 @@ from keras import Variable
 
 from phalanx._src.compat.facts import facts_of
 
-ShardingOf = Callable[[str, Sequence[int]], jax.sharding.NamedSharding]
-"""Maps the path and the shape of a variable to its sharding."""
+ShardingOf = Callable[[str, Sequence[int]], jax.sharding.NamedSharding | None]
+"""Maps the path and the shape of a variable to its sharding. None for one that Keras creates as it does without a distribution."""
 
 
 class _Layout(keras.distribution.DataParallel):
@@ -25,7 +25,7 @@ class _Layout(keras.distribution.DataParallel):
         super().__init__(devices=[f"{d.platform}:{d.id}" for d in mesh.devices.flat], auto_shard_dataset=False)
         self._sharding_of = sharding_of
 
-    def get_variable_layout(self, variable: Variable) -> jax.sharding.NamedSharding:
+    def get_variable_layout(self, variable: Variable) -> jax.sharding.NamedSharding | None:
         return self._sharding_of(layout_path(variable), variable.shape)
 
     def get_data_layout(self, data_shape: Sequence[int]) -> keras.distribution.TensorLayout:

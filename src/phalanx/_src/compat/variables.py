@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +20,14 @@ import numpy as np
 from jax.typing import ArrayLike
 from keras import Variable as Variable  # noqa: PLC0414  (exported)
 from keras.src.backend.common import global_state
+from numpy.typing import DTypeLike
 
 from phalanx._src.compat.facts import facts_of, note_facts
 from phalanx._src.compat.hooks import extend
 from phalanx._src.compat.layouts import layout_of
 from phalanx._src.compat.scope import active_scope, lift_scope
-from phalanx._src.mesh.arrays import copied, require_fits
+from phalanx._src.mesh.arrays import copied, put_shards, require_fits, spans_processes
+from phalanx._src.mesh.topology import whole
 from phalanx.errors import PhalanxError, VariableError, shown
 from phalanx.errors.frames import Place, user_place
 from phalanx.typing import PyTree
@@ -342,11 +344,40 @@ def is_hollow(variable: Variable) -> bool:
 
 @extend(Variable, "_initialize_with_initializer")
 def _initialize(original: Callable[..., Any], self: Variable, initializer: Callable[..., Any]) -> None:
-    if not _smallest or math.prod(self._shape) * jnp.dtype(self._dtype).itemsize < _smallest[-1]:
-        original(self, initializer)
-        return
     self._initialize_layout()
-    note_facts(self).is_hollow, self._value = True, None
+    layout = layout_of(self)
+    if _smallest and math.prod(self._shape) * jnp.dtype(self._dtype).itemsize >= _smallest[-1]:
+        note_facts(self).is_hollow, self._value = True, None
+    elif _is_divided(layout) and not isinstance(getattr(initializer, "seed", None), keras.random.SeedGenerator):
+        # One program, whose values do not depend on the mesh, and of which each process computes its own shards.
+        draw = lambda: self._convert_to_tensor(initializer(self._shape, dtype=self._dtype))  # noqa: E731
+        self._value = jax.jit(draw, out_shardings=layout)()
+    else:
+        original(self, initializer)
+
+
+@extend(Variable, "_direct_assign")
+def _assign_directly(original: Callable[..., None], self: Variable, value: ArrayLike) -> None:
+    layout = layout_of(self)
+    if not _is_divided(layout) or isinstance(value, jax.core.Tracer):
+        original(self, value)
+    else:
+        self._value = put_shards(value, layout)
+
+
+def _is_divided(layout: object) -> TypeGuard[jax.sharding.Sharding]:
+    """Returns whether the shards of a variable belong to several processes."""
+    return isinstance(layout, jax.sharding.Sharding) and not layout.is_fully_addressable
+
+
+@extend(Variable, "__array__")
+def _array(
+    original: Callable[..., np.ndarray], self: Variable, dtype: DTypeLike = None, copy: bool | None = None
+) -> np.ndarray:
+    """Returns the value on the host. If no process has the whole value, all must call it."""
+    value = self.value
+    host = np.asarray(whole(value), dtype) if spans_processes(value) else original(self, dtype)
+    return host.copy() if copy else host
 
 
 def _read_zeros(variable: Variable) -> bool:

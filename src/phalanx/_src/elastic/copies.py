@@ -154,7 +154,7 @@ class Copier:
                     values[variable] = share.value if share.is_whole else share.value.mean(0).astype(share.value.dtype)
             elif isinstance(array, jax.Array):
                 if not array.is_deleted():
-                    values[variable] = self._of(variable, array, topology)
+                    values[variable] = self._of(variable, array)
                 elif is_lenient:
                     last = self._last.get(variable)
                     values[variable] = last[1] if last else np.zeros(variable.shape, compat.dtype_of(variable))
@@ -162,11 +162,11 @@ class Copier:
                     return None
         return Copy(step, stage, position, values, shares)
 
-    def _of(self, variable: Variable, array: jax.Array, topology: Topology) -> np.ndarray:
+    def _of(self, variable: Variable, array: jax.Array) -> np.ndarray:
         last = self._last.get(variable)
         if last is not None and last[0]() is array:
             return last[1]
-        host = to_host(array, topology)
+        host = to_host(array)
         self._last[variable] = weakref.ref(array), host
         return host
 

@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Sharding
+from jax.typing import ArrayLike
 from numpy.typing import DTypeLike
 
 from phalanx.errors import InputError, shown
@@ -203,6 +205,21 @@ def address(array: np.ndarray) -> int:
 def is_on_cpu(array: jax.Array) -> bool:
     """Returns whether NumPy can read an array where it is."""
     return next(iter(array.devices())).platform == "cpu" and not jnp.issubdtype(array.dtype, jax.dtypes.extended)
+
+
+def spans_processes(value: object) -> bool:
+    """Returns whether `value` is an array of which no process holds the whole."""
+    return isinstance(value, jax.Array) and not (value.is_fully_addressable or value.is_fully_replicated)
+
+
+def put_shards(value: ArrayLike, sharding: Sharding) -> jax.Array:
+    """Places the shards of this process. With several processes, all pass equal values, which are not compared."""
+    if sharding.is_fully_addressable or spans_processes(value):
+        placed: jax.Array = jax.device_put(value, sharding)
+        return placed
+    # `device_put` would communicate with the other processes, to compare the values.
+    host = np.asarray(value)
+    return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
 def is_sparse(value: object) -> bool:

@@ -2,6 +2,7 @@
 """The mesh that maps replicas to devices, and the placement of values on it."""
 
 import math
+import zlib
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,7 +18,7 @@ from jax.typing import ArrayLike
 from typing_extensions import override
 
 from phalanx._src.cluster.watch import membership, watch
-from phalanx._src.mesh.arrays import is_on_cpu
+from phalanx._src.mesh.arrays import is_on_cpu, put_shards
 from phalanx._src.mesh.devices import (
     default_devices,
     device_name,
@@ -32,7 +33,7 @@ from phalanx._src.mesh.shares import Shares
 from phalanx._src.runtime.dispatch import Turn, process_dispatching, raise_again
 from phalanx._src.runtime.memory import keep_freed_memory
 from phalanx._src.typed_jax import partition_spec
-from phalanx.errors import DeviceError, InvalidArgumentError, arguments, shown
+from phalanx.errors import DeviceError, DivergenceError, InvalidArgumentError, arguments, shown
 from phalanx.typing import PyTree
 
 _MODEL_AXIS = 'model_axis=("model", 2)'
@@ -90,8 +91,8 @@ class Topology:
     Raises:
       DeviceError: there is no device, a device is listed twice, the devices belong to several platforms, or a replica
         spans several processes.
-      InvalidArgumentError: an axis is invalid, the axes do not divide the number of devices, the mesh lacks an axis of
-        the layout, or a layout is used with several processes.
+      InvalidArgumentError: an axis is invalid, the axes do not divide the number of devices, or the mesh lacks an axis of
+        the layout.
       StartupError: XLA has fewer threads than several CPU devices need.
 
     Example:
@@ -131,7 +132,6 @@ class Topology:
         object.__setattr__(self, "mesh", mesh)
         if self.layout is not None:
             self.layout.require_axes(dict(mesh.shape))
-            self._require_readable()
 
     @classmethod
     def of(
@@ -241,10 +241,7 @@ class Topology:
         Raises:
           PeerLostError: another process died, before or during the dispatch.
         """
-        watchdog = None if self.num_workers == 1 else watch.own()
-        if watchdog is None:
-            return process_dispatching()
-        return Turn(watchdog, is_step)
+        return process_dispatching() if self.num_workers == 1 else _dispatching(is_step=is_step)
 
     def require_peers(self) -> None:
         """Raises if another process died and code of the user has caught that error. Called where a loop takes the next batch.
@@ -345,10 +342,30 @@ class Topology:
         with self.dispatching(is_step=False):
             return np.asarray(multihost_utils.process_allgather(values))
 
-    def whole(self, array: jax.Array) -> np.ndarray:
-        """Returns an array that is divided over the workers. All workers must call it, in their main threads."""
-        with self.dispatching(is_step=False):
-            return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+    def require_equal(self, arrays: Sequence[tuple[str, jax.Array]]) -> None:
+        """Checks that devices which hold the same shard of an array hold the same values. All workers must call it.
+
+        Args:
+          arrays: paths of variables, and their arrays, which are divided over the workers.
+
+        Raises:
+          DivergenceError: they do not.
+        """
+        if not arrays:
+            return
+        digests = np.zeros((len(arrays), len(self.devices)), np.uint32)
+        for row, (_, array) in zip(digests, arrays, strict=True):
+            for shard in array.addressable_shards:
+                row[self.devices.index(shard.device)] = zlib.crc32(np.ascontiguousarray(shard.data).view(np.uint8).data)
+        for row, (path, array) in zip(self.exchange(digests).max(0), arrays, strict=True):
+            places = array.sharding.devices_indices_map(array.shape)
+            shards = {(str(places[device]), digest) for device, digest in zip(self.devices, row, strict=True)}
+            if len(shards) > len({place for place, _ in shards}):
+                raise DivergenceError(
+                    f"the variable {path!r} of a layout on {self.num_workers} processes",
+                    "the processes have given it different first values.",
+                    "keras.utils.set_random_seed(1), with the same number in all processes",
+                )
 
     @cached_property
     def pool(self) -> Pool:
@@ -362,12 +379,17 @@ class Topology:
 
     @property
     def of_new_variables(self) -> "Topology | None":
-        """The topology on which new variables are placed when they are created.
+        """The topology on which new variables are placed when they are created. None if it places none of them."""
+        return self if self.num_workers == 1 or self.layout is not None else None
 
-        None with several processes: variables are then placed when a program first needs them, with the values of the
-          chief.
+    def sharding_of_new(self, path: str, shape: Sequence[int]) -> NamedSharding | None:
+        """Returns the sharding with which a variable is created.
+
+        With several processes, None for a variable that each device holds whole: it is placed when a program first needs it, with the
+        value of the chief. A variable that the layout shards never exists as a whole.
         """
-        return self if self.num_workers == 1 else None
+        sharding = self.sharding_of(path, shape)
+        return None if self.num_workers > 1 and sharding is self.replicated else sharding
 
     def sharding_of(self, path: str, shape: Sequence[int]) -> NamedSharding:
         """Returns the sharding of a variable.
@@ -396,10 +418,8 @@ class Topology:
 
     def put_variable(self, value: ArrayLike, path: str) -> jax.Array:
         """Places the value of a variable on the devices, with the sharding of the variable."""
-        if self.layout is None:
-            placed: jax.Array = self.put_replicated(value)
-        else:
-            placed = jax.device_put(value, self.sharding_of(path, np.shape(value)))
+        sharding = self.replicated if self.layout is None else self.sharding_of(path, np.shape(value))
+        placed: jax.Array = self.put_replicated(value) if sharding is self.replicated else put_shards(value, sharding)
         return placed
 
     @cached_property
@@ -417,13 +437,17 @@ class Topology:
                     "use fewer logical devices per replica",
                 )
 
-    def _require_readable(self) -> None:
-        if self.num_workers > 1:
-            raise InvalidArgumentError(
-                f"layout={self.layout!r} on {self.num_workers} processes",
-                "a process can read only the shards on its own devices.",
-                "use a layout in one process, or no layout with several processes",
-            )
+
+def whole(array: jax.Array) -> np.ndarray:
+    """Returns an array that is divided over several processes. All of them must call it, in their main threads."""
+    with _dispatching(is_step=False):
+        return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def _dispatching(*, is_step: bool) -> AbstractContextManager[Any]:
+    """See `Topology.dispatching`, with several processes."""
+    watchdog = watch.own()
+    return process_dispatching() if watchdog is None else Turn(watchdog, is_step)
 
 
 def _as_row(array: jax.Array | np.ndarray, device: jax.Device) -> jax.Array:
@@ -439,15 +463,6 @@ def _as_row(array: jax.Array | np.ndarray, device: jax.Device) -> jax.Array:
 
 def _sums_of_rows(arrays: list[jax.Array]) -> list[jax.Array]:
     return [x.sum(0, dtype=x.dtype) for x in arrays]
-
-
-@final
-class AbsentTopology(Topology):
-    """A topology of devices that need not exist, for programs that are compiled and do not run here."""
-
-    @override
-    def _require_readable(self) -> None:
-        """Does nothing, because nothing is read."""
 
 
 @final

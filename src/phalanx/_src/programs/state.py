@@ -13,7 +13,7 @@ import jax
 
 from phalanx._src import compat
 from phalanx._src.compat import Variable, raw_value
-from phalanx._src.mesh.arrays import uncommitted
+from phalanx._src.mesh.arrays import spans_processes, uncommitted
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.programs.slots import Shelf, Slot, parted, restored, slot_of
 from phalanx._src.programs.values import combine_on_demand
@@ -288,15 +288,28 @@ class _Variables:
         return taken
 
     def _take_from_source(self, topology: Topology) -> None:
-        """Sets variables that no program has used yet to the values of the chief, or of the worker that has made the most steps."""
+        """Sets variables that no program has used yet to the values of the chief, or of the worker that has made the most steps.
+
+        What is divided over the processes was computed or assigned by all of them.
+        """
         fresh = [i for i, slot in enumerate(self._slots) if slot.home is not topology]
-        variables = [self.variables[i] for i in fresh]
-        for i, variable, value in zip(
-            fresh, variables, topology.from_source(compat.raw_values(variables)), strict=True
-        ):
-            array = topology.put_replicated(value)
-            compat.set_raw_values([variable], [array])
+        arrays = compat.raw_values([self.variables[i] for i in fresh])
+        divided = [(i, array) for i, array in zip(fresh, arrays, strict=True) if spans_processes(array)]
+        local = [i for i, array in zip(fresh, arrays, strict=True) if not spans_processes(array)]
+        unread = [array for _, array in divided if not parted.get(array)]
+        topology.require_equal([(self.variables[i].path, array) for i, array in divided])
+        for array in unread:
+            parted.discard(array)
+        values = topology.from_source([compat.raw_value(self.variables[i]) for i in local])
+        placed = [
+            topology.put_variable(x, compat.layout_path(self.variables[i])) for i, x in zip(local, values, strict=True)
+        ]
+        for i, array in [*divided, *zip(local, placed, strict=True)]:
+            compat.set_raw_values([self.variables[i]], [array])
             self._slots[i].store(array, topology)
+        for i, _ in divided:
+            # Nobody but this variable holds it. A copy of each would be twice the memory.
+            self._slots[i].owned = True
 
     def _components(self, arrays: Sequence[Any]) -> list[Any]:
         """Returns the replicas' own values of the on-read variables."""

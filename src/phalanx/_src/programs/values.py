@@ -11,24 +11,20 @@ from jax.sharding import NamedSharding
 
 from phalanx._src import compat
 from phalanx._src.compat import Variable, raw_value
-from phalanx._src.mesh.topology import Topology
+from phalanx._src.mesh.arrays import spans_processes
+from phalanx._src.mesh.topology import Topology, whole
 from phalanx._src.programs.slots import forget, parted, restored, slot_of
 from phalanx._src.tracing.boundary import combined
 from phalanx._src.tracing.policy import Combine, policy_of
 from phalanx._src.typed_jax import with_sharding_constraint
 
 
-def to_host(array: Any, topology: Topology) -> np.ndarray:
-    """Returns a copy of an array on the host. With several workers, all must call it if no worker has the whole array.
-
-    Args:
-      array: an array of NumPy or JAX, on any devices.
-      topology: the devices of all workers.
-    """
+def to_host(array: Any) -> np.ndarray:
+    """Returns a copy of an array of NumPy or JAX on the host. If no process has the whole array, all must call it."""
     if not isinstance(array, jax.Array):
         return np.array(array, order="C")
     was_parted = parted.get(array)
-    host = np.asarray(array) if array.is_fully_addressable or array.is_fully_replicated else topology.whole(array)
+    host = whole(array) if spans_processes(array) else np.asarray(array)
     # On CPUs the result shares the memory of the array, which the next program may consume.
     host = host if host.flags.owndata else host.copy()
     if not was_parted:

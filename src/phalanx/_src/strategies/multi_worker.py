@@ -15,6 +15,7 @@ from phalanx._src.cluster.resolvers.environment import resolver_of_environment
 from phalanx._src.cluster.resolvers.tf_config import TFConfigClusterResolver
 from phalanx._src.cluster.watch import membership
 from phalanx._src.collectives.local_updates import LocalUpdates
+from phalanx._src.mesh.layout import LayoutLike, layout_of
 from phalanx._src.mesh.shares import Shares
 from phalanx._src.mesh.topology import Topology, axes_of
 from phalanx._src.options import CommunicationImplementation, CommunicationOptions, ElasticOptions
@@ -43,6 +44,8 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         None means `timeout_seconds`, else PHALANX_STALL_TIMEOUT_S, else 600.
       model_axis: name and size of a mesh axis over which XLA partitions each replica. The devices of a replica must
         belong to one process.
+      layout: which variables are sharded over which mesh axes, as in `MirroredStrategy`. With the axis "replica", the shards belong to
+        all processes, and no process holds a whole variable.
       elastic: what to do so that a training survives the loss of a process. None means `ElasticOptions()`, and "scale_batch"
         `ElasticOptions(scale_batch=True)`.
       local_updates: `LocalSGD` or `DiLoCo` of `phalanx.experimental`: replicas train on their own for some steps. None aggregates
@@ -71,6 +74,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         *,
         stall_timeout_s: float | None = None,
         model_axis: tuple[str, int] | None = None,
+        layout: LayoutLike = None,
         elastic: ElasticOptions | Literal["scale_batch"] | None = None,
         local_updates: LocalUpdates | None = None,
         replica_weights: Sequence[float] | str | None = None,
@@ -105,9 +109,15 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
                 "the number of replicas changes when processes leave and join.",
                 'replica_weights="auto"',
             )
-        axes = axes_of(model_axis)
+        self._axes, self._layout = axes_of(model_axis), layout_of(layout)
+        if self._layout is not None and membership.is_elastic():
+            raise InvalidArgumentError(
+                f"layout={shown(layout)} in an elastic group",
+                "the shards of a process would be lost with it.",
+                "phalanx run --workers 4, and a BackupAndRestore or CheckpointManager from which a restart goes on",
+            )
         self._elastic = elastic or ElasticOptions()
-        self._stall_timeout_s, self._axes = stall_timeout_s or options.timeout_seconds, axes
+        self._stall_timeout_s = stall_timeout_s or options.timeout_seconds
         bootstrap.start(resolver, options.timeout_seconds, self._stall_timeout_s)
         topology = self._present_topology()
         _require_implementation(options.implementation, topology)
@@ -151,7 +161,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
     def _present_topology(self, source: int = 0, *, is_measured: bool = False) -> Topology:
         """Returns the topology of the present devices of JAX, whose replicas have equal shares of a batch at first."""
         shares = Shares(is_measured=is_measured)
-        topology = Topology(tuple(jax.devices()), self._axes, source=source, shares=shares)
+        topology = Topology(tuple(jax.devices()), self._axes, self._layout, source, shares)
         if self._elastic.scale_batch and membership.is_elastic():
             shares.part = Fraction(topology.num_workers, membership.most_workers())
         return topology

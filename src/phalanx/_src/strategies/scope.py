@@ -28,7 +28,7 @@ class Scope(Generic[S]):
                 stack.enter_context(context.enter(Mode(self._strategy, None)))
                 home = self._strategy.storage.of_new_variables
                 if home is not None:
-                    stack.enter_context(compat.variable_layout(home.sharding_of, home.mesh))
+                    stack.enter_context(compat.variable_layout(home.sharding_of_new, home.mesh))
             self._open.append(stack.pop_all())
         return self._strategy
 

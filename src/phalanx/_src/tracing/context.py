@@ -442,7 +442,7 @@ def experimental_set_strategy(strategy: AbstractStrategy | None) -> None:
     if placement is None:
         compat.unset_variable_layout()
     else:
-        compat.set_variable_layout(placement.sharding_of, placement.mesh)
+        compat.set_variable_layout(placement.sharding_of_new, placement.mesh)
     # A strategy without devices is the default strategy, which the empty stack stands for.
     _stack.set(() if strategy is None or not storage.has_devices else (Mode(strategy, None, was_set=True),))
 

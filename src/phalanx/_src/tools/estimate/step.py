@@ -14,7 +14,7 @@ import jax
 from phalanx._src import compat
 from phalanx._src.input.placement import always_per_replica
 from phalanx._src.mesh.layout import AbstractLayout
-from phalanx._src.mesh.topology import AbsentTopology
+from phalanx._src.mesh.topology import Topology
 from phalanx._src.mesh.tpu_system import emulated
 from phalanx._src.programs.before_steps import watchers
 from phalanx._src.programs.program import Call
@@ -125,7 +125,7 @@ class FirstStep:
           layout: the layout of the variables.
           num_rows: rows of each replica. None for as many as the script has.
         """
-        topology = AbsentTopology(tuple(devices), self.strategy.topology.axes, layout)
+        topology = Topology(tuple(devices), self.strategy.topology.axes, layout)
         dim, script_rows = self._dim_of_rows, self.num_rows
 
         def convert(x: Any) -> jax.ShapeDtypeStruct:
