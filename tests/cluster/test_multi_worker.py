@@ -60,14 +60,23 @@ def test_replicas_of_two_devices(cluster_of):
     same(got["weights"], wanted.weights)
 
 
+SHARDED = [((2, 1), 1), ((2, 1), 2), ((2, 2), 1), ((2, 2), 2), ((2, 2), 4), ((4, 1), 1), ((4, 1), 2)]
+"""Sizes of clusters, and devices per replica: the shards belong to replicas, or to the devices of one, in one process or several."""
+
+
+@pytest.mark.cover(["size", "devices", "model"], {((2, 1), 1, "mlp_l2"), ((2, 1), 2, "lstm"), ((2, 2), 2, "mlp_l2")})
+@pytest.mark.parametrize(("size", "devices"), SHARDED)
 @pytest.mark.parametrize(
-    ("size", "axis", "model", "optimizer", "sizes"),
-    [((2, 1), None, "mlp_l2", "adam", [24, 13, 3]), ((2, 2), "model", "mlp", "momentum", [24, 13])],
+    ("model", "optimizer", "sizes"),
+    [("mlp_l2", "adam", [24, 13, 3]), ("lstm", "momentum", [24, 13]), ("transformer", "adam", [24, 13])],
+    ids=lambda x: x if isinstance(x, str) else "",
 )
-def test_sharded_variables_equal_one_device(cluster_of, size, axis, model, optimizer, sizes):
-    """No process holds a whole variable, and twenty steps give the losses and weights of one device."""
+def test_sharded_variables_equal_one_device(cluster_of, size, devices, model, optimizer, sizes):
+    """Twenty steps give the losses and weights of one device, though no process holds a whole variable."""
     wanted = train_on_one_device(model, optimizer, tuple(sizes))
-    got = replies(cluster_of(*size), "loop_sharded", axis=axis, model=model, optimizer=optimizer, sizes=sizes)[0]
+    task = {"devices_per_replica": devices, "model": model, "optimizer": optimizer, "sizes": sizes}
+    got = replies(cluster_of(*size), "loop_sharded", **task)[0]
+    assert got["replicas"] == size[0] * size[1] // devices
     same(got["start"], wanted.start)
     same(got["losses"], wanted.losses)
     same(got["weights"], wanted.weights)

@@ -418,8 +418,9 @@ def _batches(x: np.ndarray, y: np.ndarray) -> Iterator[Any]:
         yield x[i : i + BATCH], y[i : i + BATCH]
 
 
-def loop_sharded(strategy: phalanx.Strategy, axis: str | None, **kwargs: Any) -> dict[str, Any]:
+def loop_sharded(strategy: phalanx.Strategy, devices_per_replica: int, **kwargs: Any) -> dict[str, Any]:
     """The same with variables that are sharded over the replicas, or over the devices of each."""
-    layout = phalanx.fully_sharded(axis or "replica", min_size=1)
-    sharded = type(strategy)(model_axis=axis and (axis, 2), layout=layout)
-    return loop(sharded, **kwargs)
+    axis = ("model", devices_per_replica) if devices_per_replica > 1 else None
+    layout = phalanx.fully_sharded("model" if axis else "replica", min_size=1)
+    sharded = type(strategy)(model_axis=axis, layout=layout)
+    return {"replicas": sharded.num_replicas_in_sync, **loop(sharded, **kwargs)}

@@ -21,7 +21,7 @@ from phalanx._src.elastic.training import Training
 from phalanx._src.input.wire import exchange_bytes
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.programs.identity import IdentityMap
-from phalanx.errors import listed, warn_of_slip
+from phalanx.errors import InvalidArgumentError, listed, warn_of_slip
 from phalanx.keras.backup import FitProgress
 from phalanx.keras.callbacks import digest_of, has_state
 from phalanx.keras.data import EpochData
@@ -38,8 +38,27 @@ WRITERS = (
 )
 """Callbacks that only write files. With several processes, they run on the first one only."""
 
+_READERS = (keras.callbacks.BackupAndRestore, keras.callbacks.ModelCheckpoint)
+"""Those among them that read weights, which one process cannot do alone if all of them hold parts."""
+
 Marks = Mapping[str, str | int]
 """A mark for each attribute of a callback, which changes with its value: a text if the value can be sent, else its identity."""
+
+
+def require_whole_weights(callbacks: Sequence[Callback], topology: Topology) -> None:
+    """Checks that no callback that runs in one process alone reads weights of which no process holds the whole.
+
+    Raises:
+      InvalidArgumentError: one does.
+    """
+    alone = next((c for c in callbacks if isinstance(c, _READERS)), None)
+    if alone is not None and topology.layout is not None and topology.num_workers > 1:
+        name = type(alone).__name__
+        raise InvalidArgumentError(
+            f"keras.callbacks.{name} with layout={topology.layout!r} on {topology.num_workers} processes",
+            "it reads the weights in the first process, and no process holds all of them.",
+            f"phalanx.keras.{name}(folder), which all processes call",
+        )
 
 
 @dataclass

@@ -12,7 +12,6 @@ import numpy as np
 from typing_extensions import override
 
 from phalanx import summary
-from phalanx._src.programs.slots import slot_of
 from phalanx._src.programs.values import to_host
 from phalanx._src.runtime.bootstrap import is_this_chief
 from phalanx._src.tracing.records import defaults, restored

@@ -34,7 +34,7 @@ from phalanx.keras.agreement import settle_epoch, stops
 from phalanx.keras.backup import BackupAndRestore, FitProgress, informed
 from phalanx.keras.callbacks import Callbacks, runs_user_code
 from phalanx.keras.data import EpochData, steps_in
-from phalanx.keras.handover import WRITERS, Marks, Run
+from phalanx.keras.handover import WRITERS, Marks, Run, require_whole_weights
 from phalanx.keras.programs import ReplicaStep, StepProgram, is_single
 from phalanx.keras.tensorboard import writing
 from phalanx.typing import PyTree
@@ -450,6 +450,7 @@ class ModelTrainer:
                 "it needs TensorFlow, which is not installed.",
                 "phalanx.keras.TensorBoard(log_dir)",
             )
+        require_whole_weights(user_callbacks, self._topology)
         if isinstance(self._strategy.local_updates, DiLoCo) and _any_of(user_callbacks, keras.callbacks.SwapEMAWeights):
             raise InvalidArgumentError(
                 "keras.callbacks.SwapEMAWeights under a strategy with DiLoCo",

@@ -6,10 +6,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from phalanx.errors import deferred
+from phalanx._src.checkpoint import shards
+from phalanx._src.checkpoint.store import sum_of_contents
+from phalanx.errors import CheckpointError, deferred
 from phalanx.errors.deferred import raise_deferred
 
 _writing: threading.Thread | None = None
@@ -33,9 +35,14 @@ def submit(write: Callable[[], None]) -> None:
 _POLL_S, _SILENCE_S = 0.02, 10.0
 
 
-def expect(file: Path) -> None:
-    """Begins to wait for a file that another process writes, so that `wait` returns when it is there."""
-    submit(lambda: _arrive(file))
+def expect(file: Path, write_first: Callable[[], None]) -> None:
+    """Begins to write what this process has of a checkpoint, and to wait for the file of the chief: `wait` returns when it is there."""
+
+    def write_and_wait() -> None:
+        write_first()
+        _arrive(file)
+
+    submit(write_and_wait)
 
 
 def _arrive(file: Path) -> None:
@@ -48,6 +55,38 @@ def _arrive(file: Path) -> None:
         elif time.monotonic() - since_s > _SILENCE_S:
             return  # Its process has ended, or writes where this one does not see it. Others tell of the former.
         time.sleep(_POLL_S)
+
+
+_PIECES_S = 60.0
+"""Time in seconds in which another process must begin to write its pieces, or go on."""
+
+
+def sums_of_pieces(file: Path, ranks: Sequence[int]) -> dict[str, str]:
+    """Waits until all processes have written their pieces of a checkpoint.
+
+    Args:
+      file: the checkpoint.
+      ranks: the processes that have pieces.
+
+    Returns:
+      The sum of the contents of each process's file, by rank.
+
+    Raises:
+      CheckpointError: a process does not write, or writes where this one does not see it.
+    """
+    size, since_s = -1, time.monotonic()
+    while missing := [rank for rank in ranks if not shards.file_of_rank(file, rank).exists()]:
+        written = sum(part.stat().st_size for part in shards.folder_of(file).glob(".*.part") if part.exists())
+        if written != size:
+            size, since_s = written, time.monotonic()
+        elif time.monotonic() - since_s > _PIECES_S:
+            raise CheckpointError(
+                f"a checkpoint as {file}",
+                f"rank {missing[0]} has not written {shards.file_of_rank(file, missing[0])}, as far as this machine sees.",
+                "a folder that all machines share, because each process writes the shards that it holds",
+            )
+        time.sleep(_POLL_S)
+    return {str(rank): sum_of_contents(shards.file_of_rank(file, rank)) for rank in ranks}
 
 
 def wait() -> None:

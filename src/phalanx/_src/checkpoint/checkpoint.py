@@ -16,7 +16,7 @@ import jax
 import keras
 from typing_extensions import override
 
-from phalanx._src.checkpoint import background
+from phalanx._src.checkpoint import background, shards
 from phalanx._src.checkpoint.names import Holder
 from phalanx._src.checkpoint.objects import Snapshot
 from phalanx._src.checkpoint.restoration import Restoration, capture
@@ -284,6 +284,7 @@ class Checkpoint(Holder):
                 background.wait()
                 before(file)
                 refuse_existing(file)
+                shards.delete(file)  # What a process that was killed has left. It would pass for pieces of the new one.
 
         try:
             with _ExclusiveCall(call):
@@ -293,7 +294,7 @@ class Checkpoint(Holder):
                 if is_chief:
                     background.submit(functools.partial(_finish, file, snapshot, after))
                 else:
-                    background.expect(file)
+                    background.expect(file, functools.partial(_write_pieces, file, snapshot))
                 if options is not None and not options.enable_async:
                     background.wait()
         except PeerLostError as e:
@@ -323,8 +324,15 @@ class Checkpoint(Holder):
 
 
 def _finish(file: Path, snapshot: Snapshot, after: Callable[[], None]) -> None:
-    write(file, snapshot.arrays, snapshot.notes())
+    _write_pieces(file, snapshot)
+    write(file, snapshot.arrays, {**snapshot.notes(), "files": background.sums_of_pieces(file, snapshot.ranks)})
     after()
+
+
+def _write_pieces(file: Path, snapshot: Snapshot) -> None:
+    if snapshot.pieces:
+        notes: dict[str, Any] = {"values": {}, "names": {}, "aliases": {}}
+        write(shards.file_of_rank(file, jax.process_index()), snapshot.pieces, notes)
 
 
 def _check_options(options: object) -> None:

@@ -13,7 +13,7 @@ from typing import final
 
 import keras
 
-from phalanx._src.checkpoint import background
+from phalanx._src.checkpoint import background, shards
 from phalanx._src.checkpoint.checkpoint import (
     Checkpoint,
     CheckpointOptions,
@@ -340,7 +340,7 @@ class CheckpointManager:
         self.sync()
         of_chief("")  # Nobody reads a file any more.
         for _, file in numbered(self._directory, self._name):
-            file.unlink(missing_ok=True)
+            shards.delete(file)
         leave(self._directory)
         self._is_first = True
 
@@ -370,6 +370,9 @@ class CheckpointManager:
             occupy(self._directory)
             for unfinished in self._directory.glob(f".{self._name}-*.part"):
                 unfinished.unlink(missing_ok=True)
+            saved = {shards.folder_of(file) for _, file in numbered(self._directory, self._name)}
+            for folder in set(self._directory.glob(f"{self._name}-*.shards")) - saved:
+                shards.delete_pieces(folder)
             # Files older than the last ones were preserved on purpose.
             self._kept = {file for _, file in self._old()}
             self._is_first = False
@@ -388,7 +391,7 @@ class CheckpointManager:
             if self._keep_every_h is not None and saved_s - last_s >= self._keep_every_h * _HOUR_S:
                 self._kept.add(file)
             else:
-                file.unlink(missing_ok=True)
+                shards.delete(file)
 
 
 _occupied: dict[str, int] = {}

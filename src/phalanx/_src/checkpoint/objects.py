@@ -14,8 +14,10 @@ from typing_extensions import override
 
 from phalanx._src import compat
 from phalanx._src.checkpoint import text
+from phalanx._src.checkpoint.shards import Division, box_of, pieces_here
 from phalanx._src.checkpoint.store import CheckpointFile
 from phalanx._src.compat import Variable
+from phalanx._src.mesh.arrays import put_shards, spans_processes
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.programs.slots import components_of
 from phalanx._src.programs.values import keep_components, to_host
@@ -32,6 +34,8 @@ class Snapshot:
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
         self.arrays: dict[str, np.ndarray] = {}
+        self.divisions: dict[str, Division] = {}
+        self.pieces: dict[str, np.ndarray] = {}
         self.values: dict[str, Any] = {}
         self.names: dict[str, str] = {}
         self.aliases: dict[str, str] = {}
@@ -41,7 +45,11 @@ class Snapshot:
         self.taken: set[str] = set()
 
     def put(self, path: str, array: Any) -> str:
-        """Stores a copy of an array as `path`. With several workers, all must call it, and the chief keeps the copy."""
+        """Stores a copy of an array as `path`. The chief keeps it, but of an array that spans processes each one keeps what it has."""
+        if spans_processes(array):
+            self.divisions[path] = division = Division.of(array)
+            self.pieces.update(pieces_here(path, array, division))
+            return path
         host = to_host(array)
         if self.topology.is_chief:
             self.arrays[path] = host
@@ -56,7 +64,13 @@ class Snapshot:
             "models": self.models,
             "optimizers": self.optimizers,
             "states": self.states,
+            "divided": self.divisions,
         }
+
+    @property
+    def ranks(self) -> list[int]:
+        """The processes that have pieces of arrays."""
+        return sorted(set().union(*(division.ranks for division in self.divisions.values())))
 
 
 class Part(ABC):
@@ -129,7 +143,9 @@ class VariablePart(Part):
 
     @override
     def read(self, path: str, stored: CheckpointFile) -> Any:
-        dtype = np.dtype(compat.dtype_of(self.variable))
+        dtype, layout = np.dtype(compat.dtype_of(self.variable)), compat.divided_layout(self.variable)
+        if layout is not None:
+            return _placed(path, stored, dtype, tuple(self.variable.shape), layout), None
         replicas = stored.array(path + REPLICAS) if path + REPLICAS in stored.names else None
         return exactly(stored.array(path), dtype), None if replicas is None else exactly(replicas, dtype)
 
@@ -175,17 +191,31 @@ class ArrayPart(Part):
     def read(self, path: str, stored: CheckpointFile) -> Any:
         if path in stored.notes["values"]:
             return stored.value(path)
+        if spans_processes(self.array):
+            return _placed(path, stored, self.array.dtype, self.array.shape, self.array.sharding)
         return exactly(stored.array(path), self.array.dtype)
 
     @override
     def put(self, value: Any) -> tuple[bool, Any]:
         array = self.array
         if isinstance(array, jax.Array):
-            return True, jax.device_put(value, array.sharding)
+            return True, put_shards(value, array.sharding)
         if self.changes is not None:
             array[...] = value
             return True, array
         return True, value[()] if isinstance(array, np.generic) else value
+
+
+def _placed(
+    path: str, stored: CheckpointFile, dtype: np.dtype, shape: tuple[int, ...], sharding: jax.sharding.Sharding
+) -> jax.Array:
+    """Returns an array of which this process reads only its shards.
+
+    Raises:
+      ValueError: a value does not fit into the dtype.
+    """
+    read = lambda index: exactly(stored.part(path, box_of(index, shape)), dtype)  # noqa: E731
+    return jax.make_array_from_callback(shape, sharding, read)
 
 
 def _keys(kind: str | None) -> str:

@@ -26,7 +26,8 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from phalanx._src.checkpoint import sums, text
+from phalanx._src.checkpoint import shards, sums, text
+from phalanx._src.checkpoint.shards import Box, Division
 from phalanx.errors import CheckpointError
 
 SUFFIX = ".safetensors"
@@ -152,6 +153,12 @@ def _header(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> by
     return header[:begin] + b"%08x" % zlib.crc32(header) + header[begin + len(_NO_SUM) :]
 
 
+def sum_of_contents(file: Path) -> str:
+    """Returns the sum of what comes before the arrays in a file, with the sums of the arrays."""
+    with open(file, "rb") as opened:
+        return opened.read(8 + len(_BEFORE_SUM) + len(_NO_SUM))[-len(_NO_SUM) :].decode(errors="replace")
+
+
 def _is_sound(file: Path) -> bool:
     """Returns whether what comes before the arrays in a file is what was written."""
     with open(file, "rb") as opened:
@@ -235,13 +242,16 @@ class CheckpointFile:
         self.is_old = metadata["format"] == OLD_FORMAT
         if not (self.is_old or _is_sound(self.file)):
             raise self._refuse("its list of contents is not what was saved")
-        self.names = frozenset(self._open.keys())
+        own = frozenset(self._open.keys())
         try:
-            self.notes: dict[str, Any] = _checked(json.loads(metadata["notes"]), self.names)
+            self.notes: dict[str, Any] = _checked(json.loads(metadata["notes"]), own)
+            self._divisions = {name: Division.of_notes(each) for name, each in self.notes["divided"].items()}
         except (KeyError, TypeError, ValueError, AttributeError) as e:
             raise self._refuse(f"its notes cannot be read ({type(e).__name__}: {e})") from e
+        self.names = own | set(self._divisions)
         self._dtypes: dict[str, str] = self.notes["dtypes"]
         self._sound: set[str] = set()
+        self._files_of_ranks: dict[int, CheckpointFile] = {}
 
     def _refuse(self, problem: str) -> CheckpointError:
         return CheckpointError(
@@ -252,6 +262,9 @@ class CheckpointFile:
 
     def spec(self, name: str) -> tuple[tuple[int, ...], np.dtype]:
         """Returns the shape and the dtype of an array without reading it."""
+        division = self._divisions.get(name)
+        if division is not None:
+            return division.shape, np.dtype(division.dtype)
         part = self._open.get_slice(name)
         shape, dtype = tuple(part.get_shape()), self._dtypes.get(name)
         if dtype is not None:
@@ -264,9 +277,11 @@ class CheckpointFile:
         """Reads an array.
 
         Raises:
-          CheckpointError: the file is damaged.
+          CheckpointError: the file is damaged, or one with pieces of the array is missing.
         """
         shape, dtype = self.spec(name)
+        if name in self._divisions:
+            return self.part(name, tuple((0, n) for n in shape))
         array: np.ndarray = self._open.get_tensor(name)
         if name not in self._sound:
             sum_of = sums.of_bytes if self.is_old else sums.of_array
@@ -278,6 +293,27 @@ class CheckpointFile:
         if array.nbytes != int(np.prod(shape)) * dtype.itemsize:
             raise self._refuse(f"{name} is no array of {dtype}")
         return np.frombuffer(array.tobytes(), dtype).reshape(shape)
+
+    def part(self, name: str, box: Box) -> np.ndarray:
+        """Reads a part of an array. Of one that is divided into pieces, only the pieces of this part.
+
+        Raises:
+          CheckpointError: see `array`.
+        """
+        division = self._divisions.get(name)
+        if division is None:
+            return self.array(name)[tuple(slice(begin, end) for begin, end in box)]
+        return division.assemble(box, lambda rank, piece: self._of_rank(rank).array(shards.name_of(name, piece)))
+
+    def _of_rank(self, rank: int) -> "CheckpointFile":
+        """Returns the file with the pieces of one process."""
+        if rank not in self._files_of_ranks:
+            path = shards.file_of_rank(self.file, rank)
+            pieces = CheckpointFile(path)
+            if sum_of_contents(path) != self.notes["files"].get(str(rank)):
+                raise self._refuse(f"{_short(path)} belongs to another checkpoint")
+            self._files_of_ranks[rank] = pieces
+        return self._files_of_ranks[rank]
 
     def value(self, name: str) -> Any:
         """Reads a value that is not an array.
@@ -301,8 +337,8 @@ def _checked(notes: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
     Raises:
       KeyError, TypeError, ValueError: they are not such notes.
     """
-    checked = {"models": {}, "optimizers": {}, "states": [], **notes}
-    kinds = {"names": str, "aliases": str, "models": str, "optimizers": str, "dtypes": str, "sums": int}
+    checked = {"models": {}, "optimizers": {}, "states": [], "divided": {}, "files": {}, **notes}
+    kinds = {"files": str, "names": str, "aliases": str, "models": str, "optimizers": str, "dtypes": str, "sums": int}
     for part, kind in kinds.items():
         for name, value in checked[part].items():
             if not isinstance(value, kind):
@@ -310,7 +346,9 @@ def _checked(notes: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
     for name, dtype in checked["dtypes"].items():
         if name not in names or np.dtype(dtype).hasobject:
             raise ValueError(f"the dtype of {name}")
-    missing = (names - set(checked["sums"])) | (text.references(list(checked["values"].values())) - names)
+    missing = (names - set(checked["sums"])) | (
+        text.references(list(checked["values"].values())) - names - set(checked["divided"])
+    )
     if missing:
         raise KeyError(min(missing))
     return checked

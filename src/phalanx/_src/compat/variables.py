@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import repeat
 from operator import attrgetter
-from typing import Any, TypeGuard
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -345,10 +345,10 @@ def is_hollow(variable: Variable) -> bool:
 @extend(Variable, "_initialize_with_initializer")
 def _initialize(original: Callable[..., Any], self: Variable, initializer: Callable[..., Any]) -> None:
     self._initialize_layout()
-    layout = layout_of(self)
+    layout = divided_layout(self)
     if _smallest and math.prod(self._shape) * jnp.dtype(self._dtype).itemsize >= _smallest[-1]:
         note_facts(self).is_hollow, self._value = True, None
-    elif _is_divided(layout) and not isinstance(getattr(initializer, "seed", None), keras.random.SeedGenerator):
+    elif layout is not None and not isinstance(getattr(initializer, "seed", None), keras.random.SeedGenerator):
         # One program, whose values do not depend on the mesh, and of which each process computes its own shards.
         draw = lambda: self._convert_to_tensor(initializer(self._shape, dtype=self._dtype))  # noqa: E731
         self._value = jax.jit(draw, out_shardings=layout)()
@@ -358,25 +358,28 @@ def _initialize(original: Callable[..., Any], self: Variable, initializer: Calla
 
 @extend(Variable, "_direct_assign")
 def _assign_directly(original: Callable[..., None], self: Variable, value: ArrayLike) -> None:
-    layout = layout_of(self)
-    if not _is_divided(layout) or isinstance(value, jax.core.Tracer):
+    layout = divided_layout(self)
+    if layout is None or isinstance(value, jax.core.Tracer):
         original(self, value)
     else:
         self._value = put_shards(value, layout)
 
 
-def _is_divided(layout: object) -> TypeGuard[jax.sharding.Sharding]:
-    """Returns whether the shards of a variable belong to several processes."""
-    return isinstance(layout, jax.sharding.Sharding) and not layout.is_fully_addressable
+def divided_layout(variable: Variable) -> jax.sharding.Sharding | None:
+    """Returns the sharding of a variable whose shards belong to several processes; None for other variables."""
+    layout = layout_of(variable)
+    return layout if isinstance(layout, jax.sharding.Sharding) and not layout.is_fully_addressable else None
 
 
 @extend(Variable, "__array__")
 def _array(
-    original: Callable[..., np.ndarray], self: Variable, dtype: DTypeLike = None, copy: bool | None = None
+    original: Callable[..., np.ndarray], self: Variable, dtype: DTypeLike | None = None, copy: bool | None = None
 ) -> np.ndarray:
     """Returns the value on the host. If no process has the whole value, all must call it."""
     value = self.value
-    host = np.asarray(whole(value), dtype) if spans_processes(value) else original(self, dtype)
+    host = (
+        np.asarray(whole(value, f"variable {self.path!r}"), dtype) if spans_processes(value) else original(self, dtype)
+    )
     return host.copy() if copy else host
 
 

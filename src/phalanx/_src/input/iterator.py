@@ -271,7 +271,7 @@ class DistributedIterator(AbstractIterator):
     def state_at(self, position: State) -> State:
         """Returns what `get_state` returned when `position` was the position. All workers must call it."""
         state = positions.marked(position, self._plan.source.facts)
-        return positions.of_all_workers(state, self._topology.exchange) if self._plan.agreed else state
+        return positions.of_all_workers(state, self._topology.exchange_input) if self._plan.agreed else state
 
     def set_state(self, state: State) -> None:
         """Moves to a position. All workers must call it.
@@ -334,7 +334,7 @@ class DistributedIterator(AbstractIterator):
         if self._worker.count > 1 and not facts.is_in_memory:
             # Also under DATA, although all workers then end at the same step: if the data of one worker fails, the
             # others must be told before they wait for that worker in a collective.
-            exchange = self._topology.exchange
+            exchange = self._topology.exchange_input
             # The code of a caller who owns the arrays runs between two requests.
             in_thread = ahead > 0 and facts.owner is not Owner.CALLER
             self._batches = Lockstep(Feed(reader, landing), place, self._worker, exchange, ahead=in_thread)
@@ -402,8 +402,11 @@ def check_steps(steps: object) -> int:
 
 def worker_of(topology: Topology) -> InputWorker:
     """Returns the position of this process among the workers."""
-    replicas = len(topology.local_replicas)
-    return InputWorker(topology.worker_index, topology.num_workers, replicas, tuple(topology.shares.weights))
+    index, workers = topology.input_index, topology.input_workers
+    is_first = topology.worker_index == workers[index]
+    return InputWorker(
+        index, len(workers), len(topology.local_replicas), tuple(topology.shares.weights), is_first=is_first
+    )
 
 
 def _unplaced(steps: Sequence[Step], room: int | None) -> PyTree:

@@ -17,6 +17,7 @@ class InputWorker:
       index: rank of this worker, from 0.
       count: number of workers.
       replicas: number of replicas per worker.
+      is_first: whether no process with a lower rank runs the same replicas.
       weights: for all replicas, numbers to which their shares of a batch are proportional. Empty if the shares are equal.
 
     Example:
@@ -30,6 +31,7 @@ class InputWorker:
     count: int = 1
     replicas: int = 1
     weights: tuple[float, ...] = ()
+    is_first: bool = True
 
     @cached_property
     def num_replicas(self) -> int:
@@ -38,8 +40,8 @@ class InputWorker:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this worker logs and writes files for all workers."""
-        return self.index == 0
+        """Whether this process logs and writes files for all workers."""
+        return self.index == 0 and self.is_first
 
     def shares(self, rows: int) -> list[int]:
         """Returns the number of rows that each replica of this worker gets from a global batch of `rows` rows."""

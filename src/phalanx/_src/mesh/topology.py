@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mesh that maps replicas to devices, and the placement of values on it."""
 
+import itertools
 import math
 import zlib
 from collections import Counter
@@ -18,6 +19,7 @@ from jax.typing import ArrayLike
 from typing_extensions import override
 
 from phalanx._src.cluster.watch import membership, watch
+from phalanx._src.cluster.watch.agreement import READ
 from phalanx._src.mesh.arrays import is_on_cpu, put_shards
 from phalanx._src.mesh.devices import (
     default_devices,
@@ -33,7 +35,7 @@ from phalanx._src.mesh.shares import Shares
 from phalanx._src.runtime.dispatch import Turn, process_dispatching, raise_again
 from phalanx._src.runtime.memory import keep_freed_memory
 from phalanx._src.typed_jax import partition_spec
-from phalanx.errors import DeviceError, DivergenceError, InvalidArgumentError, arguments, shown
+from phalanx.errors import ContextError, DeviceError, DivergenceError, InvalidArgumentError, arguments, shown
 from phalanx.typing import PyTree
 
 _MODEL_AXIS = 'model_axis=("model", 2)'
@@ -89,8 +91,8 @@ class Topology:
       shares: the replicas' shares of a global batch.
 
     Raises:
-      DeviceError: there is no device, a device is listed twice, the devices belong to several platforms, or a replica
-        spans several processes.
+      DeviceError: there is no device, a device is listed twice, the devices belong to several platforms, or two processes
+        share one of their replicas and not all.
       InvalidArgumentError: an axis is invalid, the axes do not divide the number of devices, or the mesh lacks an axis of
         the layout.
       StartupError: XLA has fewer threads than several CPU devices need.
@@ -122,7 +124,7 @@ class Topology:
             )
         require_one_platform(self.devices)
         _require_axes(self.axes, len(names))
-        self._require_one_process()
+        self._require_own_rows()
         require_threads(self.devices)
         if self.devices[0].platform == "cpu":
             keep_freed_memory()
@@ -214,10 +216,14 @@ class Topology:
         """Whether this process writes the files of all workers. One that waits to join running workers does not."""
         return self.worker_index == 0 and not membership.is_late()
 
+    def local_devices_of(self, replica: int) -> list[jax.Device]:
+        """Returns the devices of a replica that belong to this process."""
+        return [d for d in self.devices_of(replica) if d.process_index == self.workers[self.worker_index]]
+
     @cached_property
     def local_devices(self) -> tuple[jax.Device, ...]:
-        """The first device of each replica of this process, in replica order."""
-        return tuple(d for d in self.first_devices if d.process_index == self.workers[self.worker_index])
+        """The first device of this process in each of its replicas, in replica order."""
+        return tuple(self.local_devices_of(i)[0] for i in self.local_replicas)
 
     @cached_property
     def local_names(self) -> tuple[str, ...]:
@@ -228,9 +234,23 @@ class Topology:
 
     @cached_property
     def local_replicas(self) -> range:
-        """The indices of the replicas of this process."""
-        first = self.first_devices.index(self.local_devices[0])
-        return range(first, first + len(self.local_devices))
+        """The indices of the replicas of this process. Several processes may have parts of one replica."""
+        return self._replicas_of(self.workers[self.worker_index])
+
+    def _replicas_of(self, process: int) -> range:
+        places = [i // self.devices_per_replica for i, d in enumerate(self.devices) if d.process_index == process]
+        return range(places[0], places[-1] + 1)
+
+    @cached_property
+    def input_workers(self) -> tuple[int, ...]:
+        """For the processes that run the same replicas, and therefore read the same rows, the index of the first of them."""
+        replicas = list(map(self._replicas_of, self.workers))
+        return tuple(sorted({replicas.index(each) for each in replicas}))
+
+    @cached_property
+    def input_index(self) -> int:
+        """The index of this process, or of the first one that runs the same replicas, among `input_workers`."""
+        return [self._replicas_of(self.workers[i]) for i in self.input_workers].index(self.local_replicas)
 
     def dispatching(self, *, is_step: bool) -> AbstractContextManager[Any]:
         """Returns the context manager to hold while a program on these devices is dispatched.
@@ -296,7 +316,7 @@ class Topology:
         # `device_put` would communicate with the other processes, to compare the values.
         if isinstance(value, jax.Array) and value.sharding == self.replicated:
             return value
-        parts = [jax.device_put(value, device) for i in self.local_replicas for device in self.devices_of(i)]
+        parts = [jax.device_put(value, device) for i in self.local_replicas for device in self.local_devices_of(i)]
         return jax.make_array_from_single_device_arrays(np.shape(value), self.replicated, parts)
 
     def from_chief(self, values: list[Any]) -> list[Any]:
@@ -312,14 +332,20 @@ class Topology:
         # group that this process has left.
         if self.num_workers == 1:
             return list(map(np.asarray, values))
+        device = next(d for d in self.devices if d.process_index == self.workers[worker])
+        per_device = NamedSharding(self.mesh, partition_spec((REPLICA_AXIS, *(name for name, _ in self.axes))))
         rows = []
         for value in map(np.asarray, values):
-            replica_values = np.zeros((len(self.local_replicas), *value.shape), value.dtype)
-            if self.worker_index == worker:
-                replica_values[0] = value
-            rows.append(replica_values)
+            # The value on one device, and zeros on all others.
+            parts = [
+                jax.device_put(value[None] if d == device else np.zeros((1, *value.shape), value.dtype), d)
+                for i in self.local_replicas
+                for d in self.local_devices_of(i)
+            ]
+            shape = (len(self.devices), *value.shape)
+            rows.append(jax.make_array_from_single_device_arrays(shape, per_device, parts))
         with self.dispatching(is_step=False):
-            sums = jax.jit(_sums_of_rows, out_shardings=self.replicated)(self.put_per_replica(rows))
+            sums = jax.jit(_sums_of_rows, out_shardings=self.replicated)(rows)
             return list(map(np.asarray, sums))
 
     def join_per_replica(self, parts: Sequence[jax.Array | np.ndarray]) -> jax.Array:
@@ -328,7 +354,7 @@ class Topology:
         Arrays of CPUs are not copied. Arrays of other devices are copied there, because JAX has no views of them.
         """
         pairs = zip(parts, self.local_replicas, strict=True)
-        placed = [_as_row(x, d) for x, i in pairs for d in self.devices_of(i)]
+        placed = [_as_row(x, d) for x, i in pairs for d in self.local_devices_of(i)]
         return jax.make_array_from_single_device_arrays((self.num_replicas, *parts[0].shape), self.per_replica, placed)
 
     def exchange(self, values: np.ndarray) -> np.ndarray:
@@ -341,6 +367,11 @@ class Topology:
             return values[None]
         with self.dispatching(is_step=False):
             return np.asarray(multihost_utils.process_allgather(values))
+
+    def exchange_input(self, values: np.ndarray) -> np.ndarray:
+        """Does what `exchange` does, and returns the arrays of one process for each of `input_workers`."""
+        rows: np.ndarray = self.exchange(values)[list(self.input_workers)]
+        return rows
 
     def require_equal(self, arrays: Sequence[tuple[str, jax.Array]]) -> None:
         """Checks that devices which hold the same shard of an array hold the same values. All workers must call it.
@@ -427,19 +458,36 @@ class Topology:
         """The sharding of an array whose leading dim is the replica."""
         return NamedSharding(self.mesh, partition_spec(REPLICA_AXIS))
 
-    def _require_one_process(self) -> None:
-        for i in range(self.num_replicas):
-            processes = sorted({d.process_index for d in self.devices_of(i)})
-            if len(processes) > 1:
+    def _require_own_rows(self) -> None:
+        for first, second in itertools.pairwise(map(self._replicas_of, self.workers)):
+            if first != second and second.start < first.stop:
+                shared = list(map(device_name, self.devices_of(second.start)))
                 raise DeviceError(
-                    f"replica {i} on {list(map(device_name, self.devices_of(i)))}",
-                    f"its devices belong to the processes {processes}, but a replica must belong to one process.",
-                    "use fewer logical devices per replica",
+                    f"replica {second.start} on {shared}",
+                    "it has devices of two processes, which read the same rows, but one of them has devices of another replica too.",
+                    "a model axis whose size divides the number of devices of a process, or is a multiple of it",
                 )
 
 
-def whole(array: jax.Array) -> np.ndarray:
-    """Returns an array that is divided over several processes. All of them must call it, in their main threads."""
+def whole(array: jax.Array, name: str) -> np.ndarray:
+    """Returns an array that is divided over several processes. All of them must call it, in their main threads.
+
+    Args:
+      array: the array.
+      name: what it is, for the message.
+
+    Raises:
+      ContextError: another process does something else.
+      PeerLostError: another process has died.
+    """
+    watchdog = watch.own()
+    difference = None if watchdog is None else watchdog.agree({READ: [name]})
+    if difference is not None:
+        raise ContextError(
+            f"{name} was read on rank {jax.process_index()}",
+            f"no process holds all of it, so all must read it at the same time, but {difference}.",
+            "read it on every process, not on the chief alone; phalanx.train.CheckpointManager(...).save() writes one file from all of them",
+        )
     with _dispatching(is_step=False):
         return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
@@ -483,6 +531,8 @@ class Nowhere(Topology):
             is_single=True,
             num_workers=1,
             worker_index=0,
+            input_workers=(0,),
+            input_index=0,
             local_devices=(),
             local_replicas=range(1),
         )

@@ -471,11 +471,11 @@ def _copies(array: object) -> list[Any]:
     if isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer):
         if not isinstance(array.sharding, NamedSharding):
             return [s.data for s in array.addressable_shards]
-        # Keeps the copy on the first device of each replica.
-        mesh = array.sharding.mesh.devices
-        order = {device: i for i, device in enumerate(mesh.reshape(len(mesh), -1)[:, 0])}
-        first = sorted((s for s in array.addressable_shards if s.device in order), key=lambda s: order[s.device])
-        return [s.data for s in first] if array.is_fully_replicated else [array] * len(first)
+        # Keeps the copy on the first device of this process in each replica.
+        mesh, shards = array.sharding.mesh.devices, {s.device: s.data for s in array.addressable_shards}
+        local = [[shards[d] for d in replica if d in shards] for replica in mesh.reshape(len(mesh), -1)]
+        first = [replica[0] for replica in local if replica]
+        return first if array.is_fully_replicated else [array] * len(first)
     return [array]
 
 

@@ -24,7 +24,7 @@ def to_host(array: Any) -> np.ndarray:
     if not isinstance(array, jax.Array):
         return np.array(array, order="C")
     was_parted = parted.get(array)
-    host = whole(array) if spans_processes(array) else np.asarray(array)
+    host = whole(array, f"an array {array.dtype}{list(array.shape)}") if spans_processes(array) else np.asarray(array)
     # On CPUs the result shares the memory of the array, which the next program may consume.
     host = host if host.flags.owndata else host.copy()
     if not was_parted:

@@ -42,8 +42,8 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
       stall_timeout_s: time in seconds after which a stall ends the job. If one process waits and no process makes
         progress for this time, all processes write the stacks of their threads, report which process stalled, and exit.
         None means `timeout_seconds`, else PHALANX_STALL_TIMEOUT_S, else 600.
-      model_axis: name and size of a mesh axis over which XLA partitions each replica. The devices of a replica must
-        belong to one process.
+      model_axis: name and size of a mesh axis over which XLA partitions each replica. The devices of a replica may belong to several
+        processes, which then read the same rows.
       layout: which variables are sharded over which mesh axes, as in `MirroredStrategy`. With the axis "replica", the shards belong to
         all processes, and no process holds a whole variable.
       elastic: what to do so that a training survives the loss of a process. None means `ElasticOptions()`, and "scale_batch"

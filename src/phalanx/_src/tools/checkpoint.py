@@ -17,6 +17,7 @@ from rich.table import Table
 from phalanx._src.checkpoint.checkpoint import Checkpoint
 from phalanx._src.checkpoint.manager import latest_checkpoint, numbered
 from phalanx._src.checkpoint.reader import CheckpointReader, load_checkpoint
+from phalanx._src.checkpoint.shards import size_on_disk
 from phalanx._src.checkpoint.store import export_arrays
 from phalanx.errors import CheckpointError, InvalidArgumentError, PhalanxError
 from phalanx.typing import PyTree
@@ -42,7 +43,7 @@ def ls(folder: str) -> int:
             arrays = str(len(load_checkpoint(file).get_variable_to_shape_map()))
         except CheckpointError:
             arrays = "cannot be read"
-        table.add_row(str(file), saved, _size(status.st_size), arrays)
+        table.add_row(str(file), saved, _size(size_on_disk(file)), arrays)
     if not checkpoints:
         raise CheckpointError(call, "the folder contains no checkpoint.", hint)
     _print(table)

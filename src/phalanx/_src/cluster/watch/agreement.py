@@ -11,6 +11,9 @@ from phalanx.errors import listed
 Signature = Mapping[str, Sequence[str]]
 """Properties of a program that must be equal in all processes: a list of short texts per part, such as `argument`."""
 
+READ = "read"
+"""The part of a signature of what all processes must ask for each time: a read of values of which none of them has all."""
+
 _LONGEST = 40
 _SHOWN_GROUPS = 4
 _NOTHING = "(none)"
@@ -52,7 +55,7 @@ def compare(signatures: Mapping[int, Signature]) -> Difference | None:
     """
     ranks = sorted(signatures)
     for part in signatures[ranks[0]]:
-        for index, texts in enumerate(zip_longest(*(signatures[r][part] for r in ranks), fillvalue=_NOTHING)):
+        for index, texts in enumerate(zip_longest(*(signatures[r].get(part, ()) for r in ranks), fillvalue=_NOTHING)):
             if len(set(texts)) > 1:
                 groups = {text: [r for r, its in zip(ranks, texts, strict=True) if its == text] for text in texts}
                 return Difference(part, index, [(found, text) for text, found in groups.items()])

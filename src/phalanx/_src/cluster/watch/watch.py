@@ -27,7 +27,7 @@ from typing_extensions import override
 
 from phalanx._src.cluster.connections.listener import MessageStream, encoded
 from phalanx._src.cluster.spec import host_and_port
-from phalanx._src.cluster.watch.agreement import Difference, Signature, compare, shortened
+from phalanx._src.cluster.watch.agreement import READ, Difference, Signature, compare, shortened
 from phalanx._src.cluster.watch.pace import REPORT, Paces, StepTimes, Stopwatch, table_of
 from phalanx._src.cluster.watch.pulse import Pulse
 from phalanx._src.cluster.watch.sync_point import SyncPoint
@@ -139,7 +139,7 @@ class Watch(threading.Thread):
         return all(self._members[rank].has_left or self._members[rank].end for rank in self._lines)
 
     def agree(self, signature: Signature) -> Difference | None:
-        """Waits until all processes are about to run a program for the first time.
+        """Waits until all processes are about to run a program for the first time, or to read the same values.
 
         Args:
           signature: the properties of the program that must be equal in all processes.
@@ -317,12 +317,13 @@ class Watch(threading.Thread):
     def _difference_of(self, requests: Mapping[int, Signature], known: list[int]) -> Difference | None:
         """Compares the programs of the ranks that wait for agreement. The `known` ranks run a program that was agreed on before."""
         difference = compare(requests)
+        is_read = any(READ in signature for signature in requests.values())
         texts = {json.dumps(signature) for signature in requests.values()}
-        if known and difference is None and not texts <= self._agreed:
+        if known and difference is None and (is_read or not texts <= self._agreed):
             difference = Difference(
                 "program", None, [(list(requests), "a new one"), (known, "one that it has run before")]
             )
-        if difference is None:
+        if difference is None and not is_read:
             self._agreed |= texts
         return difference
 

@@ -1,0 +1,139 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Arrays of which no process holds the whole. Each process writes a file with the pieces that it owns, and reads those that it needs.
+
+The files are in a folder beside the checkpoint. The checkpoint itself, which the chief writes last, says which piece is in which
+file: the folder without it is none.
+"""
+
+import contextlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+_PIECE = re.compile(r"\d{5}\.safetensors|\.\d{5}\.safetensors\.\d+\.part")
+
+Box = tuple[tuple[int, int], ...]
+"""Where a piece begins and ends in each dim of its array."""
+
+
+def folder_of(file: Path) -> Path:
+    """Returns the folder with the pieces of a checkpoint."""
+    return file.with_suffix(".shards")
+
+
+def file_of_rank(file: Path, rank: int) -> Path:
+    """Returns the file with the pieces that one process has written."""
+    return folder_of(file) / f"{rank:05d}{file.suffix}"
+
+
+def delete(file: Path) -> None:
+    """Deletes a checkpoint; first what makes it one, so that its pieces are never missing."""
+    file.unlink(missing_ok=True)
+    delete_pieces(folder_of(file))
+
+
+def delete_pieces(folder: Path) -> None:
+    """Deletes a folder with pieces, but for what somebody else has put there."""
+    for piece in folder.glob("*.safetensors*"):
+        if _PIECE.fullmatch(piece.name):
+            piece.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
+def size_on_disk(file: Path) -> int:
+    """Returns the bytes of a checkpoint, with its pieces."""
+    return sum(each.stat().st_size for each in (file, *folder_of(file).glob(f"*{file.suffix}")))
+
+
+class Division(NamedTuple):
+    """How an array is divided.
+
+    Args:
+      shape: its shape.
+      dtype: the name of its dtype.
+      pieces: for each piece, the rank of the process that writes it, and its place.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    pieces: tuple[tuple[int, Box], ...]
+
+    @classmethod
+    def of(cls, array: jax.Array) -> "Division":
+        """Returns how an array lies on the devices. Of several devices with the same piece, the process of the first one writes it."""
+        owners: dict[Box, int] = {}
+        places: Mapping[Any, Any] = array.sharding.devices_indices_map(array.shape)
+        for device, index in places.items():
+            owners.setdefault(box_of(index, array.shape), device.process_index)
+        return cls(tuple(array.shape), array.dtype.name, tuple((rank, box) for box, rank in owners.items()))
+
+    @classmethod
+    def of_notes(cls, notes: Sequence[Any]) -> "Division":
+        """Returns what was stored as JSON.
+
+        Raises:
+          TypeError, ValueError: the notes are not those of a division.
+        """
+        shape, dtype, pieces = notes
+        boxes = [(int(rank), tuple((int(begin), int(end)) for begin, end in box)) for rank, box in pieces]
+        division = cls(tuple(map(int, shape)), str(dtype), tuple(boxes))
+        whole = tuple((0, n) for n in division.shape)
+        sizes = [_size(box) for _, box in boxes if len(box) == len(whole) and _common(box, whole) == box]
+        if len(sizes) < len(boxes) or sum(sizes) != _size(whole) or np.dtype(division.dtype).hasobject:
+            raise ValueError("the pieces do not make up the array")
+        return division
+
+    @property
+    def ranks(self) -> set[int]:
+        """The processes that write pieces."""
+        return {rank for rank, _ in self.pieces}
+
+    def assemble(self, box: Box, read: Callable[[int, Box], np.ndarray]) -> np.ndarray:
+        """Returns a part of the array.
+
+        Args:
+          box: which part.
+          read: returns a piece, given the rank of its process and its place.
+        """
+        part = np.empty([end - begin for begin, end in box], np.dtype(self.dtype))
+        for rank, piece in self.pieces:
+            both = _common(box, piece)
+            if both is not None:
+                part[_within(both, box)] = read(rank, piece)[_within(both, piece)]
+        return part
+
+
+def pieces_here(path: str, array: jax.Array, division: Division) -> Mapping[str, np.ndarray]:
+    """Returns the pieces that this process writes, by name, copied to the host."""
+    mine = {box for rank, box in division.pieces if rank == jax.process_index()}
+    shards = {box_of(shard.index, array.shape): shard.data for shard in array.addressable_shards}
+    return {name_of(path, box): np.array(data, order="C") for box, data in shards.items() if box in mine}
+
+
+def name_of(path: str, box: Box) -> str:
+    """Returns the name that a piece of an array has in its file."""
+    return f"{path}@{','.join(f'{begin}:{end}' for begin, end in box)}"
+
+
+def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
+    """Returns the place of a part of an array, which JAX describes by slices."""
+    return tuple((s.indices(n)[0], s.indices(n)[1]) for s, n in zip(index, shape, strict=True))
+
+
+def _common(box: Box, other: Box) -> Box | None:
+    both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True))
+    return both if all(begin < end for begin, end in both) else None
+
+
+def _within(box: Box, outer: Box) -> tuple[slice, ...]:
+    """Returns where a box is in an array that has the values of a larger one."""
+    return tuple(slice(begin - first, end - first) for (begin, end), (first, _) in zip(box, outer, strict=True))
+
+
+def _size(box: Box) -> int:
+    return int(np.prod([end - begin for begin, end in box]))
