@@ -104,6 +104,7 @@ SHARED = {
     "tests/cluster/test_multi_worker.py": "workers",
     "tests/cluster/test_input_of_workers.py": "workers",
     "tests/cluster/test_different_programs.py": "workers",
+    "tests/cluster/test_sharded_variables.py": "workers",
 }
 """The files whose tests share processes for the whole session, and so run in one process of pytest."""
 

@@ -18,6 +18,15 @@ from checkpoint_training import Saved, Training
 from evaluation import ROWS, Evaluation, X, Y
 
 # They are found here, by their names.
+from sharding import (  # noqa: F401
+    bytes_of_large_model,
+    first_values_differ,
+    load_shards,
+    load_whole,
+    read_alone,
+    refuse_what_reads_alone,
+    save_shards,
+)
 from training import (  # noqa: F401
     accumulated,
     different_rows,

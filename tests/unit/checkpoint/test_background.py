@@ -2,13 +2,21 @@
 
 import threading
 
-from phalanx._src.checkpoint import background
+import pytest
+
+from phalanx._src.checkpoint import background, shards
+from phalanx._src.checkpoint.store import sum_of_contents, write
+from phalanx.errors import CheckpointError
+
+
+def nothing():
+    """What a process without pieces writes."""
 
 
 def test_files_of_other_processes_are_waited_for(tmp_path):
     """`wait` returns when the file is there."""
     file = tmp_path / "a.safetensors"
-    background.expect(file)
+    background.expect(file, nothing)
     threading.Timer(0.2, file.touch).start()
     background.wait()
     assert file.exists()
@@ -17,12 +25,27 @@ def test_files_of_other_processes_are_waited_for(tmp_path):
 def test_files_that_nobody_writes_are_not_waited_for(tmp_path, monkeypatch):
     """For long; and not at all if another one is expected since."""
     monkeypatch.setattr(background, "_SILENCE_S", 0.1)
-    background.expect(tmp_path / "never")
+    background.expect(tmp_path / "never", nothing)
     background.wait()
     monkeypatch.setattr(background, "_SILENCE_S", 1000.0)
-    background.expect(tmp_path / "never")
+    background.expect(tmp_path / "never", nothing)
     first = background._writing
     (tmp_path / "there").touch()
-    background.expect(tmp_path / "there")
+    background.expect(tmp_path / "there", nothing)
     first.join()
     background.wait()
+
+
+def test_pieces_of_other_processes_are_waited_for(tmp_path, monkeypatch):
+    """Until they are there; a process that does not write them is named."""
+    file = tmp_path / "a.safetensors"
+    first = shards.file_of_rank(file, 0)
+    thread = threading.Timer(0.2, write, (first, {}, {"values": {}, "names": {}, "aliases": {}}))
+    thread.start()
+    assert background.sums_of_pieces(file, [0]) == {"0": sum_of_contents(first)}
+    thread.join()
+    monkeypatch.setattr(background, "_PIECES_S", 0.1)
+    with pytest.raises(
+        CheckpointError, match=r"rank 1 has not written .*00001.*\nHINT: a folder that all machines share"
+    ):
+        background.sums_of_pieces(file, [0, 1])

@@ -76,9 +76,12 @@ def test_line_for_the_user(processes, per_replica, line):
     assert summary_of(devices, per_replica) == line
 
 
-def test_replica_in_two_processes():
+def test_processes_that_share_one_replica_of_several():
+    """They would read different rows, and the replica needs one batch."""
     devices = tuple(_device(f"tpu:{i}", process=i // 3) for i in range(4))
-    with pytest.raises(DeviceError, match=r"(?s)replica 1 on .*processes \[0, 1\].*\nHINT: use fewer logical devices"):
+    with pytest.raises(
+        DeviceError, match=r"(?s)replica 1 on .*devices of two processes.*\nHINT: a model axis whose size"
+    ):
         Topology(devices, (("model", 2),))
 
 

@@ -284,7 +284,9 @@ class Checkpoint(Holder):
                 background.wait()
                 before(file)
                 refuse_existing(file)
-                shards.delete(file)  # What a process that was killed has left. It would pass for pieces of the new one.
+                shards.delete_pieces(
+                    shards.folder_of(file)
+                )  # What a process that was killed has left. It would pass for pieces of the new one.
 
         try:
             with _ExclusiveCall(call):

@@ -37,7 +37,7 @@ def delete(file: Path) -> None:
 
 
 def delete_pieces(folder: Path) -> None:
-    """Deletes a folder with pieces, but for what somebody else has put there."""
+    """Deletes a folder with pieces. Other files in it stay."""
     for piece in folder.glob("*.safetensors*"):
         if _PIECE.fullmatch(piece.name):
             piece.unlink(missing_ok=True)

@@ -1,0 +1,125 @@
+"""What a worker can be told to do with variables that no process holds whole."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import jax
+import keras
+import numpy as np
+from training import make_model
+
+import phalanx
+from phalanx.errors import PhalanxError
+
+ROWS = 48
+X = np.random.default_rng(3).normal(size=(ROWS, 6)).astype("float32")
+Y = np.random.default_rng(4).integers(0, 3, ROWS)
+
+
+class Trained:
+    """A model and its checkpoint.
+
+    Args:
+      strategy: its strategy.
+      seed: the seed of its first weights.
+    """
+
+    def __init__(self, strategy: phalanx.Strategy, seed: int) -> None:
+        with strategy.scope():
+            self.model = make_model()
+            keras.utils.set_random_seed(seed)
+            self.model.set_weights([np.random.default_rng(seed).normal(size=w.shape) for w in self.model.weights])
+        self.checkpoint = phalanx.train.Checkpoint(model=self.model, optimizer=self.model.optimizer)
+
+    def losses(self) -> list[float]:
+        """The losses of three more epochs."""
+        history = self.model.fit(X, Y, batch_size=16, epochs=3, verbose=0, shuffle=False).history
+        return [float(loss) for loss in history["loss"]]
+
+
+def _sharded(strategy: phalanx.Strategy, devices_per_replica: int) -> phalanx.Strategy:
+    axis = ("model", devices_per_replica) if devices_per_replica > 1 else None
+    return type(strategy)(model_axis=axis, layout=phalanx.fully_sharded("model" if axis else "replica", min_size=1))
+
+
+def save_shards(strategy: phalanx.Strategy, path: str, devices_per_replica: int = 1) -> list[float]:
+    """Trains, saves, and returns the losses of the training that goes on."""
+    trained = Trained(_sharded(strategy, devices_per_replica), 1)
+    trained.losses()
+    trained.checkpoint.save(path)
+    return trained.losses()
+
+
+def load_shards(strategy: phalanx.Strategy, path: str, devices_per_replica: int = 1) -> list[float]:
+    """Restores what others have saved, and returns the losses of the training that goes on."""
+    trained = Trained(_sharded(strategy, devices_per_replica), 2)
+    trained.checkpoint.restore(path)
+    return trained.losses()
+
+
+def load_whole(strategy: phalanx.Strategy, path: str) -> list[float]:
+    """The same with variables that each device holds whole."""
+    trained = Trained(strategy, 2)
+    trained.checkpoint.restore(path)
+    return trained.losses()
+
+
+def bytes_of_large_model(strategy: phalanx.Strategy, folder: str) -> dict[str, float]:
+    """The part of all bytes of variables and slots that this process holds: after creation, after steps, while it saves and loads."""
+    sharded = _sharded(strategy, 1)
+    before = _bytes_here()
+    with sharded.scope():
+        model = keras.Sequential([keras.Input((64,)), keras.layers.Dense(4096), keras.layers.Dense(64)])
+        model.compile("adam", "mse")
+        model.optimizer.build(model.trainable_variables)
+    whole = 3 * sum(int(np.prod(v.shape)) * 4 for v in model.weights)
+    parts = {"created": (_bytes_here() - before) / whole}
+    rows = np.ones((8, 64), "float32")
+    model.fit(rows, rows, batch_size=8, verbose=0)
+    parts["trained"] = (_bytes_here() - before) / whole
+    checkpoint = phalanx.train.Checkpoint(model=model, optimizer=model.optimizer)
+    path = checkpoint.save(os.path.join(folder, "large"))
+    checkpoint.sync()
+    index = jax.process_index()
+    parts["written"] = Path(f"{path}.shards/{index:05d}.safetensors").stat().st_size / whole
+    checkpoint.restore(path).assert_consumed()
+    parts["loaded"] = (_bytes_here() - before) / whole
+    return parts
+
+
+def _bytes_here() -> int:
+    return sum(shard.data.nbytes for array in jax.live_arrays() for shard in array.addressable_shards)
+
+
+def read_alone(strategy: phalanx.Strategy) -> list[str]:
+    """The first process reads weights while the others train, and then each process reads another variable."""
+    trained = Trained(_sharded(strategy, 1), 1)
+    trained.losses()
+    texts = [_text_of(trained.model.get_weights)] if jax.process_index() == 0 else []
+    trained.losses()
+    return [*texts, _text_of(trained.model.weights[jax.process_index()].numpy)]
+
+
+def _text_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except PhalanxError as e:
+        return f"{type(e).__name__}: {e}"
+    return "no error"
+
+
+def refuse_what_reads_alone(strategy: phalanx.Strategy, folder: str) -> str:
+    """A callback that the first process runs alone."""
+    trained = Trained(_sharded(strategy, 1), 1)
+    callback = keras.callbacks.ModelCheckpoint(os.path.join(folder, "best.keras"))
+    return _text_of(lambda: trained.model.fit(X, Y, verbose=0, callbacks=[callback]))
+
+
+def first_values_differ(strategy: phalanx.Strategy) -> str:
+    """Both processes hold all shards of a variable, and draw its first values from other seeds."""
+    sharded = _sharded(strategy, 2)
+    keras.utils.set_random_seed(jax.process_index())
+    with sharded.scope():
+        variable = keras.Variable(keras.initializers.RandomNormal(), shape=(4, 4), dtype="float32")
+    return _text_of(lambda: sharded.run(lambda: variable.value.sum()))

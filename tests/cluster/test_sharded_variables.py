@@ -1,0 +1,85 @@
+"""Variables that no process holds whole: checkpoints for any number of processes, bytes, and reads of one process alone."""
+
+import numpy as np
+import pytest
+import sharding
+
+import phalanx
+
+SAVED = [((2, 1), 1), ((4, 1), 1), ((4, 1), 2)]
+LOADED = [((2, 1), 1), ((2, 1), 2), ((2, 2), 4), ((4, 1), 1)]
+
+
+@pytest.fixture(scope="module")
+def saved(cluster_of, tmp_path_factory):
+    """A function that returns the path of a checkpoint, and the losses of the training that has saved it."""
+    kept = {}
+
+    def save(size, devices):
+        if (size, devices) not in kept:
+            path = str(tmp_path_factory.mktemp("sharded") / "ckpt")
+            losses = cluster_of(*size).call("save_shards", path=path, devices_per_replica=devices)
+            assert isinstance(losses[0], list), losses[0]
+            kept[size, devices] = f"{path}-1", losses[0]
+        return kept[size, devices]
+
+    return save
+
+
+@pytest.mark.cover(["source", "target"], {(((2, 1), 1), ((2, 1), 2))})
+@pytest.mark.parametrize("source", SAVED, ids=str)
+@pytest.mark.parametrize("target", LOADED, ids=str)
+def test_any_layout_loads_what_any_saved(cluster_of, saved, source, target):
+    """The next losses are those of the training that has saved."""
+    path, losses = saved(*source)
+    size, devices = target
+    got = cluster_of(*size).call("load_shards", path=path, devices_per_replica=devices)
+    np.testing.assert_allclose(got, [losses] * size[0], rtol=1e-5)
+
+
+@pytest.mark.exhaustive("test_one_device_loads_what_processes_saved")
+def test_whole_variables_load_shards(cluster_of, saved):
+    """Processes that hold all variables whole."""
+    path, losses = saved((2, 1), 1)
+    np.testing.assert_allclose(cluster_of(2, 1).call("load_whole", path=path), [losses] * 2, rtol=1e-5)
+
+
+def test_one_device_loads_what_processes_saved(saved):
+    """In a process without a cluster."""
+    path, losses = saved((2, 1), 1)
+    trained = sharding.Trained(phalanx.OneDeviceStrategy("cpu:0"), 2)
+    trained.checkpoint.restore(path).assert_existing_objects_matched()
+    np.testing.assert_allclose(trained.losses(), losses, rtol=1e-5)
+
+
+@pytest.mark.cover(["size"], {(2, 1)})
+@pytest.mark.parametrize("size", [(2, 1), (4, 1)])
+def test_no_process_holds_a_whole_variable(cluster_of, tmp_path, size):
+    """Created, trained, saved and loaded: each process has its part, and little else."""
+    for parts in cluster_of(*size).call("bytes_of_large_model", folder=str(tmp_path)):
+        assert max(parts.values()) < 1.2 / size[0], parts
+
+
+def test_reads_that_not_all_processes_make(cluster_of):
+    """One process is told so although the others are in a step, and each of them if they read different variables."""
+    (alone, *first), second = cluster_of(2, 1).call("read_alone")
+    assert "ContextError: variable 'sequential" in alone
+    assert "no process holds all of it" in alone
+    assert "HINT: read it on every process" in alone
+    for text in (*first, *second):
+        assert "read 0 is variable 'sequential" in text
+
+
+def test_writers_of_one_process_are_refused(cluster_of, tmp_path):
+    """Before the first step, on all processes."""
+    for reply in cluster_of(2, 1).call("refuse_what_reads_alone", folder=str(tmp_path)):
+        assert reply.startswith("InvalidArgumentError: keras.callbacks.ModelCheckpoint with layout=")
+        assert "HINT: phalanx.keras.ModelCheckpoint(folder)" in reply
+
+
+def test_different_first_values_of_one_shard(cluster_of):
+    """They are found before the first step."""
+    for reply in cluster_of(2, 2).call("first_values_differ"):
+        assert reply.startswith(
+            "DivergenceError: the variable 'variable' of a layout on 2 processes: the processes have given"
+        )

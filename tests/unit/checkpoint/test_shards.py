@@ -1,0 +1,131 @@
+"""Pieces of arrays: how an array is divided, and how parts of it are put together from the pieces."""
+
+import itertools
+import re
+
+import jax
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import NamedSharding, PartitionSpec
+
+from phalanx._src.checkpoint import shards
+from phalanx._src.checkpoint.shards import Division, box_of, delete, name_of, pieces_here
+from phalanx._src.checkpoint.store import CheckpointFile, sum_of_contents, write
+from phalanx._src.mesh.topology import Topology
+from phalanx.errors import CheckpointError
+
+NOTES = {"values": {}, "names": {}, "aliases": {}}
+
+
+@st.composite
+def cut_arrays(draw):
+    """An array, a division of it into a grid of pieces that ranks write, and a part of it."""
+    shape = draw(st.lists(st.integers(1, 7), max_size=3))
+    cuts = [sorted({0, n, *draw(st.lists(st.integers(0, n), max_size=2))}) for n in shape]
+    boxes = list(itertools.product(*(list(itertools.pairwise(c)) for c in cuts)))
+    ranks = draw(st.lists(st.integers(0, 3), min_size=len(boxes), max_size=len(boxes)))
+    part = [sorted(draw(st.tuples(st.integers(0, n), st.integers(0, n)))) for n in shape]
+    array = np.arange(int(np.prod(shape)), dtype="float32").reshape(shape)
+    return array, Division(tuple(shape), "float32", tuple(zip(ranks, boxes, strict=True))), tuple(map(tuple, part))
+
+
+def slices(box):
+    """The slices of a box."""
+    return tuple(itertools.starmap(slice, box))
+
+
+@given(cut_arrays())
+def test_any_part_of_any_grid(drawn):
+    """A part has the values that NumPy finds there, and the division survives JSON."""
+    array, division, part = drawn
+    assert (
+        Division.of_notes([list(division.shape), division.dtype, [[r, list(b)] for r, b in division.pieces]])
+        == division
+    )
+    found = division.assemble(part, lambda rank, box: array[slices(box)])
+    np.testing.assert_array_equal(found, array[slices(part)])
+
+
+@pytest.mark.parametrize(
+    "notes",
+    [
+        pytest.param([[4], "float32", [[0, [[0, 2]]]]], id="a piece is missing"),
+        pytest.param([[4], "float32", [[0, [[0, 5]]]]], id="outside"),
+        pytest.param([[4], "float32", [[0, [[0, 4], [0, 1]]]]], id="other dims"),
+        pytest.param([[4], "object", [[0, [[0, 4]]]]], id="objects"),
+        pytest.param([[4], "float99", [[0, [[0, 4]]]]], id="no dtype"),
+        pytest.param([[4], "float32"], id="short"),
+        pytest.param([4, "float32", []], id="no shape"),
+        pytest.param([[4], "float32", [["x", [[0, 4]]]]], id="no rank"),
+    ],
+)
+def test_notes_that_divide_nothing(notes):
+    """They are refused before anything is read."""
+    with pytest.raises((TypeError, ValueError)):
+        Division.of_notes(notes)
+
+
+def test_first_device_with_a_piece_writes_it():
+    """Over a mesh of 2 x 2 devices, an array that is sharded along one axis has two pieces."""
+    mesh = Topology.of(4, axes=(("model", 2),)).mesh
+    array = jax.device_put(np.arange(8.0, dtype="float32"), NamedSharding(mesh, PartitionSpec("model")))
+    division = Division.of(array)
+    assert [box for _, box in division.pieces] == [((0, 4),), ((4, 8),)]
+    here = pieces_here("a", array, division)
+    np.testing.assert_array_equal(here["a@4:8"], [4, 5, 6, 7])
+    assert sorted(here) == ["a@0:4", "a@4:8"]
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """A checkpoint with an array of two pieces, which two ranks have written."""
+    file, array = tmp_path / "ckpt-1.safetensors", np.arange(6, dtype="float32")
+    division = Division((6,), "float32", ((0, ((0, 4),)), (1, ((4, 6),))))
+    for rank, box in division.pieces:
+        write(shards.file_of_rank(file, rank), {name_of("a", box): array[slices(box)]}, NOTES)
+    sums = {str(rank): sum_of_contents(shards.file_of_rank(file, rank)) for rank in (0, 1)}
+    write(file, {"b": array}, {**NOTES, "divided": {"a": division}, "files": sums})
+    return file
+
+
+def test_divided_arrays_are_arrays(saved):
+    """They are listed, described and read like others, and parts of them are read from the files that have these parts."""
+    stored = CheckpointFile(saved)
+    assert stored.names == {"a", "b"}
+    assert stored.spec("a") == ((6,), np.dtype("float32"))
+    np.testing.assert_array_equal(stored.array("a"), np.arange(6))
+    shards.file_of_rank(saved, 1).unlink()
+    np.testing.assert_array_equal(CheckpointFile(saved).part("a", ((1, 3),)), [1, 2])
+
+
+def test_missing_piece_is_named(saved):
+    """The message names the file."""
+    shards.file_of_rank(saved, 1).unlink()
+    with pytest.raises(CheckpointError, match=r"00001\.safetensors: there is no such file"):
+        CheckpointFile(saved).array("a")
+
+
+def test_pieces_of_another_checkpoint(saved):
+    """Pieces of equal names and shapes, but with other values, are not taken."""
+    file = shards.file_of_rank(saved, 1)
+    file.unlink()
+    write(file, {name_of("a", ((4, 6),)): np.zeros(2, "float32")}, NOTES)
+    with pytest.raises(CheckpointError, match=re.escape("00001.safetensors belongs to another checkpoint")):
+        CheckpointFile(saved).array("a")
+
+
+def test_only_pieces_are_deleted(saved):
+    """What somebody else has put into the folder stays."""
+    folder = shards.folder_of(saved)
+    (folder / "mine.safetensors").write_text("")
+    (folder / ".00002.safetensors.77.part").write_text("")
+    delete(saved)
+    assert [each.name for each in folder.iterdir()] == ["mine.safetensors"]
+    assert not saved.exists()
+
+
+def test_boxes_of_slices():
+    """JAX leaves out the ends of a whole dim."""
+    assert box_of((slice(None), slice(2, 4)), (3, 8)) == ((0, 3), (2, 4))
