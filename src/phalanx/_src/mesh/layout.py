@@ -7,7 +7,7 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, final
+from typing import Any, Literal, TypeAlias, final
 
 from jax.sharding import PartitionSpec
 from typing_extensions import override
@@ -23,6 +23,9 @@ MODEL_AXIS = "model"
 
 Sizes = Mapping[str, int]
 """The number of devices along each mesh axis."""
+
+_MANY_BYTES = 1 << 30
+"""The size of gathered variables from which a device should not hold all of them. Gathering twice in a step costs time."""
 
 _RULES = 'layout={".*dense.*kernel": (None, "model")}'
 
@@ -47,6 +50,14 @@ class AbstractLayout(ABC):
         Raises:
           InvalidArgumentError: the layout does not fit the shape of the variable.
         """
+
+    def gathers_by_layer(self, num_bytes: int) -> bool:
+        """Returns whether a step gathers each variable where it is used, and not all before it begins.
+
+        Args:
+          num_bytes: the size of all variables that a step gathers.
+        """
+        return num_bytes >= _MANY_BYTES
 
     @abstractmethod
     def require_used(self) -> None:
@@ -89,13 +100,15 @@ class FullySharded(AbstractLayout):
     Args:
       axis: name of the mesh axis.
       min_size: the smallest number of elements for which a variable is sharded.
+      gather: when a step gathers a variable. See `fully_sharded`.
 
     Raises:
-      InvalidArgumentError: `axis` is not a name, or `min_size` is not a positive integer.
+      InvalidArgumentError: `axis` is not a name, `min_size` is not a positive integer, or `gather` is another word.
     """
 
     axis: str = REPLICA_AXIS
     min_size: int = 4096
+    gather: Literal["layer", "step"] | None = None
 
     def __post_init__(self) -> None:
         arguments.integer("min_size", self.min_size, hint="fully_sharded(min_size=4096)")
@@ -103,6 +116,14 @@ class FullySharded(AbstractLayout):
             raise InvalidArgumentError(
                 f"axis={self.axis!r}", "must be the name of a mesh axis.", 'fully_sharded("replica")'
             )
+        if self.gather not in ("layer", "step", None):
+            raise InvalidArgumentError(
+                f"gather={shown(self.gather)}", 'must be "layer", "step" or None.', 'fully_sharded(gather="layer")'
+            )
+
+    @override
+    def gathers_by_layer(self, num_bytes: int) -> bool:
+        return self.gather == "layer" or (self.gather is None and super().gathers_by_layer(num_bytes))
 
     @property
     @override
@@ -122,7 +143,9 @@ class FullySharded(AbstractLayout):
         """Does nothing: a model may have only small variables, which are not sharded."""
 
 
-def fully_sharded(axis: str = REPLICA_AXIS, min_size: int = 4096) -> FullySharded:
+def fully_sharded(
+    axis: str = REPLICA_AXIS, min_size: int = 4096, *, gather: Literal["layer", "step"] | None = None
+) -> FullySharded:
     """Returns a layout that shards every large variable and its optimizer slots over one axis.
 
     May be called in any context. With the axis "replica", each replica holds and updates one shard of the variables and
@@ -132,12 +155,15 @@ def fully_sharded(axis: str = REPLICA_AXIS, min_size: int = 4096) -> FullySharde
       axis: "replica", or the name of the model axis of a strategy.
       min_size: the smallest number of elements for which a variable is sharded. A variable without a dim that the axis
         divides is not sharded either.
+      gather: with "layer", each operation that uses a variable gathers it, also in the backward pass, so that a device holds few
+        whole variables at a time; with "step", a step gathers all variables once. None selects "layer" from 1 GiB of variables on.
+        A batch that is shorter than the others is run with "step".
 
     Returns:
       A layout for the argument `layout` of a strategy.
 
     Raises:
-      InvalidArgumentError: `axis` is not a name, or `min_size` is not a positive integer.
+      InvalidArgumentError: `axis` is not a name, `min_size` is not a positive integer, or `gather` is another word.
 
     Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 
@@ -149,7 +175,7 @@ def fully_sharded(axis: str = REPLICA_AXIS, min_size: int = 4096) -> FullySharde
       >>> v.value.addressable_shards[0].data.shape
       (32, 64)
     """
-    return FullySharded(axis, min_size)
+    return FullySharded(axis, min_size, gather)
 
 
 @final

@@ -27,7 +27,8 @@ from phalanx._src.mesh.values import (
     flatten,
     is_equal_everywhere,
 )
-from phalanx._src.programs import explain, own_rows
+from phalanx._src.programs import explain, gathering, own_rows
+from phalanx._src.programs.gathering import Shard
 from phalanx._src.programs.stages import IndivisibleError
 from phalanx._src.programs.trace import executing_scope, trace, written_entries
 from phalanx._src.tracing import context, equality, slips
@@ -190,8 +191,11 @@ class _Run:
         entries = [scope.entry(v) for v in discovery.variables]
         taken = [self._taken(scope, entry, written) for entry, written in zip(entries, discovery.written, strict=True)]
         whole = self._whole if self._steps is None else [self._steps, *self._whole]
-        body = functools.partial(self._body, discovery)
-        outputs = self._shard_map(body, (False, True, True, False), _specs_of_outputs(discovery))(
+        is_one_step = self._steps is None and discovery.plan is None and not discovery.eager
+        dims = gathering.dims_of(discovery.variables, topology) if is_one_step else [None] * len(entries)
+        body = functools.partial(self._body, discovery, dims=dims)
+        specs = [partition_spec() if d is None else _along(d) for d in dims]
+        outputs = self._shard_map(body, (specs, True, True, False), _specs_of_outputs(discovery))(
             [value for value, _ in taken], [parts for _, parts in taken], self._sharded, whole
         )
         results = outputs.results
@@ -322,7 +326,11 @@ class _Run:
         if plan is None and observers:
             plan = own_rows.DividedProgram([discovery], [], [inputs])
         outputs: _ReplicaOutputs
-        if plan is None:
+        if plan is None and any(isinstance(x, Shard) for x in state):
+            flat = discovery.flat(state, [], sharded, whole)
+            trace = discovery.without_tapes(*(x.whole() if isinstance(x, Shard) else x for x in flat))
+            outputs = discovery.result(gathering.evaluate(trace, *flat))
+        elif plan is None:
             outputs = discovery.evaluate(state, [], sharded, whole)
         else:
             outputs = plan.run(inputs, self._num_rows, observers, may_be_empty=any(self._is_empty))
@@ -386,12 +394,23 @@ class _Run:
         return traces[0]
 
     def _body(
-        self, discovery: Discovery, values: list[Any], parts: list[Any], sharded: PyTree, whole: PyTree
+        self,
+        discovery: Discovery,
+        values: list[Any],
+        parts: list[Any],
+        sharded: PyTree,
+        whole: PyTree,
+        *,
+        dims: Sequence[int | None],
     ) -> _ReplicaOutputs:
         """Runs the program of one replica."""
         state = [
-            first_component(policy_of(variable), value) if part is None else part[0]
-            for variable, value, part in zip(discovery.variables, values, parts, strict=True)
+            Shard(value, dim)
+            if dim is not None
+            else first_component(policy_of(variable), value)
+            if part is None
+            else part[0]
+            for variable, value, part, dim in zip(discovery.variables, values, parts, dims, strict=True)
         ]
         sharded = _first(sharded)
         if self._steps is not None:
@@ -510,18 +529,18 @@ class _Run:
     def _of(self, kind: Callable[[Any], bool]) -> list[Any]:
         return [x for x in self._leaves if kind(x)]
 
-    def _shard_map(self, body: Callable[..., Any], ins: Sequence[bool], out_specs: Any) -> Callable[..., Any]:
+    def _shard_map(self, body: Callable[..., Any], ins: Sequence[Any], out_specs: Any) -> Callable[..., Any]:
         """Maps `body` over the replicas.
 
         Args:
           body: the program of one replica.
-          ins: for each argument of `body`, whether its leading dim is the replica.
+          ins: for each argument of `body`, whether its leading dim is the replica, or the specs of its arrays.
           out_specs: the specs of what `body` returns.
         """
         return jax.shard_map(
             body,
             mesh=self._strategy.topology.mesh,
-            in_specs=tuple(_along(0) if sharded else partition_spec() for sharded in ins),
+            in_specs=tuple(x if isinstance(x, list) else _along(0) if x else partition_spec() for x in ins),
             out_specs=out_specs,
             # Other axes of the mesh stay automatic: XLA partitions each replica's program along them.
             axis_names={REPLICA_AXIS},

@@ -357,11 +357,22 @@ def _inlined(jaxpr: jex.Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> 
             (inner,) = jex.jaxprs_in_params(eqn.params)
             results = _inlined(inner, _consts_of(eqn), values)
         else:
-            variables = list(dict.fromkeys(_read(eqn)))
-            one = _replaced(jaxpr, invars=variables, outvars=eqn.outvars, eqns=[eqn])
-            results = _evaluate(one, [], *map(value, variables))
+            results = evaluate_alone(jaxpr, eqn, values)
         env.update(zip(eqn.outvars, results, strict=True))
     return list(map(value, jaxpr.outvars))
+
+
+def evaluate_alone(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, values: Sequence[Any]) -> list[Any]:
+    """Evaluates one equation of a trace.
+
+    Args:
+      jaxpr: the trace.
+      eqn: the equation.
+      values: the values of its inputs.
+    """
+    inputs = {v: x for v, x in zip(eqn.invars, values, strict=True) if isinstance(v, jex.Var)}
+    one = _replaced(jaxpr, invars=list(inputs), outvars=eqn.outvars, eqns=[eqn])
+    return _evaluate(one, [], *inputs.values())
 
 
 def _consts_of(eqn: jex.JaxprEqn) -> Sequence[Any]:

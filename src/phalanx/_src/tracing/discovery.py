@@ -171,9 +171,20 @@ class Discovery(Notes):
 
     def evaluate(self, values: Sequence[Any], parts: Sequence[Any], *args: PyTree) -> PyTree:
         """Runs the trace and returns the result of the function. The parameters are as for `flat`."""
-        run = markers.evaluate if self.has_tapes else _evaluate
+        return self.result(self._run(self.jaxpr, *self.flat(values, parts, *args)))
+
+    def without_tapes(self, *flat: PyTree) -> jex.ClosedJaxpr:
+        """Returns the trace with the operations that its tapes stand for, given its flat inputs or their shapes."""
+        return jax.make_jaxpr(lambda *inputs: self._run(self.jaxpr, *inputs))(*flat)
+
+    def result(self, flat: Sequence[Any]) -> PyTree:
+        """Returns the result of the function, given the flat outputs of the trace."""
         tree: PyTree = jax.tree.structure(self.outputs)
-        return tree.unflatten(run(self.jaxpr, *self.flat(values, parts, *args)))
+        return tree.unflatten(flat)
+
+    @property
+    def _run(self) -> Callable[..., list[Any]]:
+        return markers.evaluate if self.has_tapes else _evaluate
 
 
 class DiscoveryMismatch(BaseException):
