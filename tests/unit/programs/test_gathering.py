@@ -1,0 +1,92 @@
+"""Variables that are gathered where a trace uses them."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import keras
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec
+
+import phalanx
+from phalanx._src.mesh.layout import REPLICA_AXIS
+from phalanx._src.mesh.topology import Topology
+from phalanx._src.programs import gathering
+from phalanx._src.programs.gathering import Shard
+
+MESH = Topology.of(2).mesh
+W = np.arange(16, dtype="float32").reshape(4, 4)
+X = np.linspace(-1, 1, 12, dtype="float32").reshape(3, 4)
+
+
+def loop(w, x):
+    """The variable is the same in each step of a scan."""
+    return lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=3)[0]
+
+
+FUNCTIONS = {
+    "a product": lambda w, x: x @ w,
+    "a cast and a product": lambda w, x: x.astype("bfloat16") @ w.astype("bfloat16"),
+    "its transpose": lambda w, x: x @ w.T,
+    "in a call": lambda w, x: jax.jit(lambda a, b: b @ a + b)(w, x),
+    "in a checkpoint": lambda w, x: jax.checkpoint(lambda a, b: jnp.tanh(b @ a))(w, x),
+    "in a loop": loop,
+    "in a branch": lambda w, x: lax.cond(x.sum() > 0, lambda: x @ w, lambda: x - w[0]),
+    "twice": lambda w, x: (x @ w) @ w + w.sum(),
+    "unchanged": lambda w, x: (w, x),
+    "with nothing else": lambda w, x: jnp.sin(w),
+    "its gradient": lambda w, x: jax.grad(lambda a: jnp.tanh(x @ a @ a).sum())(w),
+}
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_results_are_those_of_whole_variables(name, dim):
+    """Whatever a function does with a variable."""
+    fn = FUNCTIONS[name]
+
+    def replica(shard, x):
+        value = Shard(shard, dim)
+        return gathering.evaluate(jax.make_jaxpr(fn)(value.whole(), x), value, x)
+
+    spec = PartitionSpec(*(None,) * dim, REPLICA_AXIS)
+    mapped = functools.partial(jax.shard_map, mesh=MESH, out_specs=PartitionSpec(), check_vma=False)
+    found = jax.jit(mapped(replica, in_specs=(spec, PartitionSpec())))(W, X)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), found, jax.tree.leaves(jax.jit(fn)(W, X)))
+
+
+def step_of(layers, gather):
+    """The text of a training step whose kernels are sharded over two replicas."""
+    strategy = phalanx.MirroredStrategy(2, layout=phalanx.fully_sharded(min_size=1, gather=gather))
+    with strategy.scope():
+        dense = [keras.layers.Dense(4, use_bias=False, activation="tanh") for _ in range(layers)]
+        model = keras.Sequential([keras.Input((4,)), *dense])
+        optimizer = keras.optimizers.SGD(0.1)
+
+    @phalanx.function
+    def step():
+        def replica():
+            with phalanx.GradientTape() as tape:
+                loss = keras.ops.sum(model(X) ** 2)
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+            return loss
+
+        return strategy.run(replica)
+
+    return step.lower().as_text()
+
+
+@pytest.mark.parametrize(("gather", "times"), [("step", 0), ("layer", 5)])
+def test_forward_and_backward_pass_gather(gather, times):
+    """Three kernels, of which the backward pass needs two again: for the first one it needs only its input."""
+    assert step_of(3, gather).count("stablehlo.all_gather") == times
+
+
+def test_size_decides_unless_the_user_does():
+    """From a gibibyte on, a device does not hold all variables at once."""
+    layout = phalanx.fully_sharded()
+    assert [layout.gathers_by_layer(n) for n in ((1 << 30) - 1, 1 << 30)] == [False, True]
+    assert phalanx.fully_sharded(gather="layer").gathers_by_layer(1)
+    assert not phalanx.fully_sharded(gather="step").gathers_by_layer(1 << 40)
