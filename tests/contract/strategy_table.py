@@ -6,6 +6,7 @@ A row that needs more devices is skipped.
 
 import os
 from collections.abc import Callable
+from typing import Literal
 
 import pytest
 
@@ -55,9 +56,9 @@ def model_parallel(count: int, size: int) -> Callable[[], phalanx.Strategy]:
     return lambda: phalanx.MirroredStrategy(devices(count * size), model_axis=("model", size), layout=layout)
 
 
-def sharded(count: int) -> Callable[[], phalanx.Strategy]:
+def sharded(count: int, gather: Literal["layer", "step"]) -> Callable[[], phalanx.Strategy]:
     """A row of replicas that hold, and update, parts of the variables."""
-    layout = phalanx.fully_sharded(min_size=1)
+    layout = phalanx.fully_sharded(min_size=1, gather=gather)
     return lambda: phalanx.MirroredStrategy(devices(count), layout=layout)
 
 
@@ -101,8 +102,8 @@ ROWS: dict[str, Callable[[], phalanx.Strategy]] = {
     "local_sgd_x2": local_sgd(2),
     "weighted_x3": weighted([3, 1, 2]),
     "compressed_x2": compressed(2),
-    "sharded_x2": sharded(2),
-    "sharded_x4": sharded(4),
+    "sharded_x2": sharded(2, "step"),
+    "sharded_x4": sharded(4, "layer"),
 }
 
 

@@ -36,7 +36,7 @@ def test_fit_equals_keras(name, count, k):
 ROWS = {
     "central": (central(2), "cnn", 8),
     "over_model": (model_parallel(2, 2), "mlp", 8),
-    "over_replicas": (sharded(2), "mlp", 8),
+    "over_replicas": (sharded(2, "layer"), "mlp", 8),
 }
 
 
