@@ -105,6 +105,7 @@ SHARED = {
     "tests/cluster/test_input_of_workers.py": "workers",
     "tests/cluster/test_different_programs.py": "workers",
     "tests/cluster/test_sharded_variables.py": "workers",
+    "tests/cluster/test_random_trainings.py": "workers",
 }
 """The files whose tests share processes for the whole session, and so run in one process of pytest."""
 

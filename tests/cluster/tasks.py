@@ -74,6 +74,13 @@ def write_files(folder: Path, lengths: Iterable[int]) -> None:
         start += length
 
 
+def train_drawn(strategy: phalanx.Strategy, way: str, drawn: dict[str, Any]) -> Any:
+    """Does a training that was drawn at random, by the function of `drawn_trainings` of that name."""
+    import drawn_trainings  # And hypothesis, which no other task needs.
+
+    return getattr(drawn_trainings, way)(strategy, drawn)
+
+
 def evaluate(strategy: phalanx.Strategy, **kwargs: Any) -> dict[str, Any]:
     """Evaluates a dataset; returns the result, the rows of each step and local replica, the files and what was logged."""
     opened, steps = Opened(), []

@@ -359,6 +359,13 @@ def arrays_of(losses, outputs, alone, metrics, model):
     return jax.tree.map(np.asarray, found)
 
 
+KERAS_WARNS = [
+    pytest.mark.filterwarnings("ignore:You are passing weight as `float`"),
+    pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64"),
+]
+"""Marks of the tests: Keras's IoU metrics count in integers, and say so if the rows have weights."""
+
+
 def assert_law(drawn, call):
     """Asserts the law of a drawn training.
 

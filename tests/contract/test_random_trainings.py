@@ -1,17 +1,12 @@
 """Trainings drawn at random, as `drawn_trainings` says: `fit`, `evaluate`, `predict` and a custom loop on 1 to 5 replicas."""
 
 import hypothesis
-import pytest
-from drawn_trainings import assert_law, trainings
+from drawn_trainings import KERAS_WARNS, assert_law, trainings
 from tests.draws import draws
 
 import phalanx
 
-# Keras's IoU metrics count in integers, and say so if the rows have weights.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:You are passing weight as `float`"),
-    pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64"),
-]
+pytestmark = KERAS_WARNS
 
 
 def in_this_process(drawn):
