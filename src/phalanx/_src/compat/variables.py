@@ -25,7 +25,7 @@ from numpy.typing import DTypeLike
 from phalanx._src.compat.facts import facts_of, note_facts
 from phalanx._src.compat.hooks import extend
 from phalanx._src.compat.layouts import layout_of
-from phalanx._src.compat.scope import active_scope, lift_scope
+from phalanx._src.compat.scope import active_scope, lift_scope, surrounding_scope
 from phalanx._src.mesh.arrays import copied, put_shards, require_fits, spans_processes
 from phalanx._src.mesh.topology import whole
 from phalanx.errors import PhalanxError, VariableError, shown
@@ -194,7 +194,8 @@ def on_read(observe: Callable[[Variable], None]) -> None:
 
 def _read(variable: Variable) -> PyTree:
     stored = variable._value
-    if stored is not None:
+    # The scope of a step knows the value, though nothing is stored.
+    if stored is not None or surrounding_scope() is not None:
         value = _value.fget(variable)
         if value is stored:
             for observe in _observers:

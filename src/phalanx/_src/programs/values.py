@@ -146,7 +146,7 @@ def _combine_for_read(variable: Variable) -> bool:
     if slot.home is not None:
         with slot.home.dispatching(is_step=False):
             combine_on_demand([variable])
-    # Keras reads all variables of an optimizer in a step. The value must not stay when the trace has ended.
+    # The value of a trace must not stay when the trace has ended.
     return isinstance(raw_value(variable), jax.core.Tracer)
 
 
