@@ -354,7 +354,8 @@ def data_of(drawn):
 
 def arrays_of(losses, outputs, alone, metrics, model):
     """What a loop has given, so that it can be sent to another process."""
-    values = {metric.name: metric.result() for metric in metrics}
+    # Some metrics of Keras have no result before the first batch.
+    values = {metric.name: metric.result() for metric in metrics} if losses else {}
     found = {"losses": losses, "outputs": outputs, **values, "weights": model.get_weights(), "alone": alone}
     return jax.tree.map(np.asarray, found)
 
