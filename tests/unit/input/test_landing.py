@@ -1,16 +1,21 @@
 """How often a batch is copied, where, and by which thread: without a clock and without a GPU."""
 
+import math
+import re
 import threading
 
 import jax
+import keras
 import numpy as np
 import pytest
 from simulation import mirrored
 
 import phalanx
 from phalanx._src.input import landing
-from phalanx._src.mesh import arrays
+from phalanx._src.input.sources import rows as sources_rows
+from phalanx._src.mesh import arrays, topology
 from phalanx._src.mesh.memory import Pool
+from phalanx._src.mesh.values import is_distributed
 from phalanx.errors import InputError
 from phalanx.keras.data import EpochData
 
@@ -22,8 +27,8 @@ X[:] = np.arange(len(X))[:, None]
 DEVICE_X = jax.numpy.asarray(X)
 
 
-def cut(array):
-    return [array[i : i + ROWS] for i in range(0, len(array), ROWS)]
+def cut(array, size=ROWS):
+    return [array[i : i + size] for i in range(0, len(array), size)]
 
 
 @pytest.fixture
@@ -107,6 +112,108 @@ def test_arrays_of_devices_are_used_where_they_are(writes, replicas):
     values = strategy.experimental_distribute_values_from_function(lambda c: parts[c.replica_id_in_sync_group])
     assert places(values) == {x.unsafe_buffer_pointer() for x in parts[:replicas]}
     assert not writes
+
+
+@pytest.fixture
+def transfers(monkeypatch, capfd):
+    """A function that returns the bytes that have gone to devices, where NumPy cannot read the arrays of these, as on a GPU.
+
+    What has come from a device to the host would have to go back to a device, and so count.
+    """
+    for module in (landing, sources_rows, topology):
+        monkeypatch.setattr(module, "is_on_cpu", lambda _: False)
+    jax.config.update("jax_transfer_guard_host_to_device", "log_explicit")
+    yield lambda: [
+        math.prod(map(int, shape.split(","))) * np.dtype(dtype).itemsize
+        for dtype, shape in re.findall(
+            r"host-to-device transfer: aval=ShapedArray\((\w+)\[([\d,]+)\]", capfd.readouterr().err
+        )
+    ]
+    jax.config.update("jax_transfer_guard_host_to_device", None)
+
+
+class Batches(keras.utils.PyDataset):
+    """Batches of a PyDataset."""
+
+    def __init__(self, parts):
+        super().__init__()
+        self.parts = parts
+
+    def __len__(self):
+        return len(self.parts)
+
+    def __getitem__(self, index):
+        return (self.parts[index],)
+
+
+SIZE = 10
+"""Rows of a batch of which the last one is short, and no replica has as many as another."""
+ARRAYS = {"NumPy": lambda: np.array(X[:, :4]), "devices": lambda: DEVICE_X[:, :4]}
+IN_FIT = {
+    "array": lambda x: (x, {"batch_size": SIZE, "shuffle": False}),
+    "shuffled": lambda x: (x, {"batch_size": SIZE, "shuffle": True}),
+    "dict": lambda x: ({"a": x, "b": x}, {"batch_size": SIZE, "shuffle": False}),
+    "generator": lambda x: (((part,) for part in cut(x, SIZE)), {}),
+    "PyDataset": lambda x: (Batches(cut(x, SIZE)), {"shuffle": False}),
+}
+IN_LOOPS = {
+    "array": lambda s, x: s.experimental_distribute_dataset(x, batch_size=SIZE),
+    "batches": lambda s, x: s.experimental_distribute_dataset(cut(x, SIZE)),
+    "generator": lambda s, x: s.experimental_distribute_dataset(lambda: iter(cut(x, SIZE))),
+    "PyDataset": lambda s, x: s.experimental_distribute_dataset(Batches(cut(x, SIZE))),
+    "function": lambda s, x: s.distribute_datasets_from_function(lambda context: cut(x, ROWS)),
+    "uneven function": lambda s, x: s.distribute_datasets_from_function(lambda context: cut(x, SIZE)),
+}
+
+
+def rows_of(strategy, leaf, count):
+    """The first number of each row of a batch, or of a stack of some batches."""
+    parts = [np.asarray(x)[..., 0] for x in strategy.experimental_local_results(leaf)]
+    steps = [parts] if parts[0].ndim == 1 else [[part[i] for part in parts] for i in range(min(count, len(parts[0])))]
+    return [row for step in steps for part in step for row in part.tolist()]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("place", ARRAYS)
+@pytest.mark.parametrize(
+    "kind", [("fit", kind) for kind in IN_FIT] + [("loop", kind) for kind in IN_LOOPS], ids=" of ".join
+)
+def test_rows_go_to_the_devices_once_at_most(transfers, kind, place, group, replicas):
+    """Rows of devices never, in order or shuffled, in one array or several, on one device or two."""
+    (way, name), strategy, x = kind, mirrored(replicas), ARRAYS[place]()
+    transfers()
+    if way == "fit":
+        data, options = IN_FIT[name](x)
+        batches = [
+            part for _, parts in EpochData(strategy, data, steps=None, group=group, **options).epoch() for part in parts
+        ]
+    else:
+        dataset = IN_LOOPS[name](strategy, x)
+        batches = [(batch, 3) for batch in (dataset if group == 1 else dataset.batches(steps=group))]
+    gone = transfers()
+    leaves = [(leaf, count) for batch, count in batches for leaf in jax.tree.leaves(batch, is_leaf=is_distributed)]
+    rows = [row for leaf, count in leaves for row in rows_of(strategy, leaf, count)]
+    assert sorted(rows) == sorted(x[:, 0].tolist() * (len(rows) // len(x)))
+    if place == "devices":
+        # Which rows a shuffle takes is known on the host.
+        assert max(gone, default=0) < SIZE * 4 * 4
+    else:
+        assert sum(gone) >= x.nbytes
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_values_of_devices_stay_there(transfers, replicas):
+    """Values that a function returns per replica."""
+    parts = cut(ARRAYS["devices"](), ROWS)
+    transfers()
+    values = mirrored(replicas).experimental_distribute_values_from_function(
+        lambda c: parts[c.replica_id_in_sync_group]
+    )
+    assert max(transfers(), default=0) < 64
+    assert [x[:, 0].tolist() for x in map(np.asarray, mirrored(replicas).experimental_local_results(values))] == [
+        x[:, 0].tolist() for x in parts[:replicas]
+    ]
 
 
 @pytest.mark.parametrize("kind", ["array", "generator", "list", "values", "fit", "fit of a generator"])

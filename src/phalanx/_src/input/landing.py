@@ -112,7 +112,7 @@ class Landing:
             return first.stack[:, first.step]
         # What is on a GPU or TPU stays there.
         if isinstance(first, jax.Array) and not is_on_cpu(first):
-            return _stacked_on_device([leaves[0] for leaves in steps], counts, places, room)
+            return _stacked_on_device(steps, counts, places, room)
         is_full = sum(counts) == places * replicas
         if room is None and is_full and len(steps[0]) == 1 and not isinstance(first, Landed):
             rows = np.asarray(first)
@@ -212,26 +212,46 @@ def write(out: np.ndarray, leaves: Sequence[PyTree], counts: Sequence[int]) -> N
             start += count
 
 
+def _require_alike(parts: Sequence[PyTree]) -> None:
+    """Checks that the rows of all replicas have one shape.
+
+    Raises:
+      InputError: they have not.
+    """
+    if len({part.shape[1:] for part in parts}) > 1:
+        raise InputError(
+            f"batches of shapes {sorted({p.shape for p in parts})}",
+            "the batches of the replicas must have equal shapes, except for dim 0.",
+            "pad the rows to one shape",
+        )
+
+
 def _write_parts(out: np.ndarray, parts: Sequence[PyTree]) -> None:
+    _require_alike(parts)
     widest = max(parts, key=len)
     for row, part in zip(out, parts, strict=True):
-        if part.shape[1:] != widest.shape[1:]:
-            raise InputError(
-                f"batches of shapes {sorted({p.shape for p in parts})}",
-                "the batches of the replicas must have equal shapes, except for dim 0.",
-                "pad the rows to one shape",
-            )
         copy(row[: len(part)], part)
         if len(part) < len(row):
             row[len(part) :] = read(widest[-1:]) if len(widest) else 0
 
 
-def _stacked_on_device(steps: Sequence[jax.Array], counts: Sequence[int], places: int, room: int | None) -> jax.Array:
+def _stacked_on_device(
+    steps: Sequence[Sequence[PyTree]], counts: Sequence[int], places: int, room: int | None
+) -> jax.Array:
     """Does what `Landing.stacked` does, without a copy through the host."""
     index = shard.split(counts, places).index
     with process_dispatching():
-        laid = [x.reshape(*index.shape, *x.shape[1:]) if len(x) == index.size else x[index] for x in steps]
+        rows = map(_joined_on_device, steps)
+        laid = [x.reshape(*index.shape, *x.shape[1:]) if len(x) == index.size else x[index] for x in rows]
         if room is None:
             return laid[0]
         missing = [jnp.zeros_like(laid[0])] * (room - len(laid))
         return jnp.stack([*laid, *missing], axis=1)
+
+
+def _joined_on_device(parts: Sequence[PyTree]) -> jax.Array:
+    """Returns the rows of all parts, on the device of the first."""
+    if len(parts) == 1:
+        return parts[0]  # type: ignore[no-any-return]
+    _require_alike(parts)
+    return jnp.concatenate([jax.device_put(part, parts[0].sharding) for part in parts])
