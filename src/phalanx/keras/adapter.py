@@ -16,7 +16,6 @@ from phalanx._src.input.sources.base import UNKNOWN, Facts, Owner, size_of, to_h
 from phalanx._src.input.sources.batches import BatchStream
 from phalanx._src.input.sources.rows import ChosenRows
 from phalanx._src.mesh.arrays import as_array, copied, is_sparse
-from phalanx._src.options import InputOptions
 from phalanx._src.strategies.base import Strategy
 from phalanx._src.typed_jax import shape_dtype
 from phalanx.errors import InputError
@@ -42,14 +41,13 @@ class AdaptedData:
 
     Args:
       adapter: what `adapter_of` returns. None if Keras does not read the data: its epochs then have no beginning and no end.
-      steps: number of batches per epoch. None for all.
 
     Attributes:
       first: a digest of the first batch of the iterator that was opened last. Zeros before.
     """
 
-    def __init__(self, adapter: PyTree, steps: int | None) -> None:
-        self._adapter, self._steps = adapter, steps
+    def __init__(self, adapter: PyTree) -> None:
+        self._adapter = adapter
         self.first = bytes(8)
         self._open: PyTree = None  # The adapter that is within an epoch.
 
@@ -75,11 +73,7 @@ class AdaptedData:
         facts = Facts(batch_size=batch_size, is_full=is_full, num_batches=count, owner=owner)
         if compat.is_array_adapter(adapter):
             return strategy.experimental_distribute_dataset(self._of_arrays(facts))
-        # Data that is told of the end of an epoch may read the next epoch differently, so nothing of it is read before.
-        is_read_ahead = self._steps is None or not compat.has_epoch_hooks(adapter)
-        options = InputOptions() if is_read_ahead else InputOptions(experimental_per_replica_buffer_size=0)
-        source = BatchStream(self._noted(compat.raw_batches(adapter)), facts)
-        return strategy.experimental_distribute_dataset(source, options)
+        return strategy.experimental_distribute_dataset(BatchStream(self._noted(compat.raw_batches(adapter)), facts))
 
     def _of_arrays(self, facts: Facts) -> BatchStream:
         batches = compat.ArrayBatches(self._adapter, _checked, ChosenRows, to_host)

@@ -118,7 +118,7 @@ class EpochData:
         self._before: tuple[int, State] = (0, {})
         self._restored: State | None = None
         batched = _batched(strategy, x, data)
-        self._adapted = AdaptedData(adapter_of(x, steps, data) if batched is None else None, steps)
+        self._adapted = AdaptedData(adapter_of(x, steps, data) if batched is None else None)
         self._dataset = self._adapted.distribute(strategy) if batched is None else batched
         self._order = Order(x if batched is None else batched.origin, fresh)
         is_endless = isinstance(x, keras.utils.PyDataset) and x.num_batches is None
@@ -190,6 +190,7 @@ class EpochData:
         goes_on, self._iterator = self._iterator, None
         done = self._done if restored else 0
         iterator = goes_on or self._new_iterator()
+        iterator.expect(self._left(done))
         self._reading = iterator
         self._require_same_order(iterator)
         while self._steps is None or done < self._steps:
@@ -199,6 +200,7 @@ class EpochData:
             # The last epoch ended exactly at the end of the data.
             if not parts and goes_on and not done:
                 goes_on, iterator = None, self._new_iterator()
+                iterator.expect(self._left(done))
                 self._reading = iterator
                 continue
             if not parts:
@@ -221,6 +223,10 @@ class EpochData:
         if self._reads_beside:
             iterator.read_beside()
         return iterator
+
+    def _left(self, done: int) -> int | None:
+        """Returns how many steps of the epoch are left. A later epoch, or another caller, may read the next batch."""
+        return None if self._steps is None else self._steps - done
 
     @property
     def is_within_epoch(self) -> bool:
@@ -287,6 +293,7 @@ class EpochData:
             if not self._adapted:
                 self._order.restore(state["order"])  # The new iterator may have opened the data already.
             self._iterator.set_state(state["iterator"])
+            self._iterator.expect(self._left(self._done))
             self._iterator.look(0)
             if not self._adapted.draws_while_reading:
                 set_generators(now)

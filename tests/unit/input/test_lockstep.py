@@ -76,6 +76,20 @@ def test_a_stop_loses_nothing():
 
 
 @pytest.mark.parametrize("ahead", [True, False])
+def test_no_more_is_read_than_will_be_taken(ahead):
+    """Later, others may be taken."""
+
+    def work(index, exchange):
+        reader, most = Counted([4] * (3 * AHEAD)), AHEAD + 3
+        batches = lockstep(reader, index, 2, exchange, ahead)
+        first = [batches.get(Form(), left) for left in range(most, 0, -1)]
+        batches.stop()
+        return None not in first, reader.position, len(drained(batches))
+
+    assert together(2, work) == [(True, AHEAD + 3, 2 * AHEAD - 3)] * 2
+
+
+@pytest.mark.parametrize("ahead", [True, False])
 @pytest.mark.parametrize(
     "all_sizes",
     [

@@ -71,6 +71,18 @@ def test_no_more_ahead_than_asked(ahead):
     assert prefetching() == []
 
 
+@pytest.mark.parametrize("in_thread", [True, False])
+def test_no_more_than_will_be_taken(in_thread):
+    """However many may be read ahead."""
+    source = Source(100)
+    items = readings(source, 3, in_thread=in_thread, most=5)
+    assert [items.get(most) for most in (5, 4, 3, 2, 1)] == [1, 2, 3, 4, 5]
+    wait_for(lambda: not prefetching() or waits_for_room())
+    assert source.count == 5
+    assert items.get() == 6
+    items.stop()
+
+
 def test_nothing_ahead_needs_no_thread():
     """Each item is read when it is asked for, by who asks."""
     source = Source(3)

@@ -1,5 +1,6 @@
 """What `fit` is given, as epochs of distributed batches; what the data raises."""
 
+import itertools
 import time
 from fractions import Fraction
 
@@ -44,6 +45,25 @@ def test_generator_that_raises(strategy, k):
     same(state(ours)[:4], state(theirs)[:4])
     same(ours.evaluate(X, Y, verbose=0), theirs.evaluate(X, Y, verbose=0))
     ours.fit(X, Y, **FIT)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_generator_of_several_calls_loses_no_batch(strategy, k):
+    """As many batches are read as there are steps, so that a call goes on where the one before it ended."""
+    read = []
+
+    def batches():
+        for number in itertools.count():
+            read.append(number)
+            yield np.ones((4, 5), "float32"), np.zeros((4,), "int32")
+
+    model, generator = under(strategy, compiled(steps_per_execution=k)), batches()
+    model.fit(generator, steps_per_epoch=4, epochs=2, shuffle=False, verbose=0)
+    assert len(read) == 8
+    model.evaluate(generator, steps=5, verbose=0)
+    assert len(read) == 13
+    model.predict(generator, steps=2, verbose=0)
+    assert len(read) == 15
 
 
 def test_no_program_anew_for_each_epoch(strategy):

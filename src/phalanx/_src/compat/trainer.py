@@ -247,14 +247,6 @@ def separate(adapter: _DataAdapter) -> _DataAdapter:
     return _PyDatasetAdapter(adapter.py_dataset, class_weight=adapter.class_weight, shuffle=adapter.shuffle)
 
 
-def has_epoch_hooks(adapter: _DataAdapter) -> bool:
-    """Whether the data of an adapter has a function that is called at the beginning or the end of each epoch."""
-    if not isinstance(adapter, _PyDatasetAdapter):
-        return False
-    kind, base = type(adapter.py_dataset), keras.utils.PyDataset
-    return kind.on_epoch_begin is not base.on_epoch_begin or kind.on_epoch_end is not base.on_epoch_end
-
-
 def draws_while_reading(adapter: _DataAdapter | None) -> bool:
     """Whether a data adapter draws an order for each batch, not only for each epoch: `shuffle="batch"`."""
     return isinstance(adapter, _ArrayDataAdapter) and adapter._shuffle == "batch"

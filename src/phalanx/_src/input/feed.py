@@ -103,8 +103,13 @@ class AbstractBatches(ABC):
     """The batches of one iteration over a dataset."""
 
     @abstractmethod
-    def get(self, form: Form) -> Batch | None:
-        """Returns the next batch, or None at the end."""
+    def get(self, form: Form, most: int | None = None) -> Batch | None:
+        """Returns the next batch, or None at the end.
+
+        Args:
+          form: the form of the batch.
+          most: number of steps that will still be taken, with those of this batch, so that no others are read. None if it is unknown.
+        """
 
     @abstractmethod
     def put_back(self, batch: Batch) -> None:
@@ -197,13 +202,16 @@ class ReadAhead(AbstractBatches):
         self._readings: AbstractReadings[Batch] | None = None
 
     @override
-    def get(self, form: Form) -> Batch | None:
+    def get(self, form: Form, most: int | None = None) -> Batch | None:
+        # A last stack that is shorter has another form.
+        batches = None if most is None else max(1, most // (form.steps or 1))
         if self._readings is None or (form is not self._form and form != self._form):
             # What was read ahead has the wrong form. `stop` returns its steps to the feed.
             self.stop()
             self._form = form
-            self._readings = readings(_reads(self._feed, self._place, form), self._ahead, in_thread=self._in_thread)
-        return self._readings.get()
+            read = _reads(self._feed, self._place, form)
+            self._readings = readings(read, self._ahead, in_thread=self._in_thread, most=batches)
+        return self._readings.get(batches)
 
     def read_beside(self) -> None:
         """Allows a thread to read data in memory beside the consumer. The consumer promises that nobody writes to the data during that time."""

@@ -112,6 +112,8 @@ class DistributedIterator(AbstractIterator):
 
     def __init__(self, plan: Plan, topology: Topology, options: InputOptions, *, steps: int | None) -> None:
         self._reads_beside = False
+        # The number of steps that will still be taken. None if it is unknown.
+        self._expected: int | None = None
         self._plan, self._topology, self._options, self._form = plan, topology, options, Form(steps)
         topology.shares.adapt(topology.local_replicas, topology.exchange)
         self._worker = worker_of(topology)
@@ -200,7 +202,7 @@ class DistributedIterator(AbstractIterator):
                 break
             batches.append(batch.value)
             # The position moves only past batches that are returned, not past the one that was put back.
-            self._state = batch.state or self._state
+            self._take(batch)
         if not batches:
             raise _at_end("the next steps of an iterator")
         return batches
@@ -294,6 +296,10 @@ class DistributedIterator(AbstractIterator):
         """Stops reading ahead until the next batch is requested. Batches that were read are not lost."""
         self._batches.stop()
 
+    def expect(self, steps: int | None) -> None:
+        """Tells how many further batches will be taken, so that no others are read. None if it is unknown."""
+        self._expected = steps
+
     def save_state(self, path: str | os.PathLike[str]) -> None:
         """Saves `get_state()` to a file. All workers must call it; the chief writes the file.
 
@@ -356,8 +362,13 @@ class DistributedIterator(AbstractIterator):
         batch = self._read(form)
         if batch is not None:
             self._last = (batch.value, self._state) if form is self._form else None
-            self._state = batch.state or self._state
+            self._take(batch)
         return batch
+
+    def _take(self, batch: Batch) -> None:
+        self._state = batch.state or self._state
+        if self._expected is not None:
+            self._expected = max(0, self._expected - len(batch.steps))
 
     def _read(self, form: Form) -> Batch | None:
         if self._worker.count > 1:
@@ -371,10 +382,11 @@ class DistributedIterator(AbstractIterator):
         return self._get(form)
 
     def _get(self, form: Form) -> Batch | None:
+        most = None if self._expected is None else max(1, self._expected - len(self._seen))
         if not waits:
-            return self._batches.get(form)
+            return self._batches.get(form, most)
         began_s = time.monotonic()
-        batch = self._batches.get(form)
+        batch = self._batches.get(form, most)
         for hear in waits:
             hear(began_s, time.monotonic())
         return batch

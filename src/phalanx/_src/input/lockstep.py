@@ -54,7 +54,7 @@ class Lockstep(AbstractBatches):
         ahead: bool,
     ) -> None:
         self._feed, self._ahead = feed, AHEAD if ahead else 0
-        self._readings: AbstractReadings[Step] | None = self._start()
+        self._readings: AbstractReadings[Step] | None = None
         self._place, self._worker, self._exchange = place, worker, exchange
         # Steps of this worker that were read for an exchange and not yet used.
         self._own: deque[Step] = deque()
@@ -66,9 +66,9 @@ class Lockstep(AbstractBatches):
         self._has_shared = False
 
     @override
-    def get(self, form: Form) -> Batch | None:
+    def get(self, form: Form, most: int | None = None) -> Batch | None:
         steps: list[Step] = []
-        while len(steps) < (form.steps or 1) and (step := self._step()) is not None:
+        while len(steps) < (form.steps or 1) and (step := self._step(most and most - len(steps))) is not None:
             steps.append(step)
         steps, left = split(steps)
         self._returned.extendleft(reversed(left))
@@ -85,15 +85,15 @@ class Lockstep(AbstractBatches):
             self._feed.put_back(*self._readings.stop())
             self._readings = None
 
-    def _start(self) -> AbstractReadings[Step]:
+    def _start(self, most: int | None) -> AbstractReadings[Step]:
         feed = self._feed
-        return readings(lambda: next(iter(feed.read(1)), None), self._ahead, in_thread=True)
+        return readings(lambda: next(iter(feed.read(1)), None), self._ahead, in_thread=True, most=most)
 
-    def _step(self) -> Step | None:
+    def _step(self, most: int | None) -> Step | None:
         if self._returned:
             return self._returned.popleft()
         if not self._agreed:
-            self._agree()
+            self._agree(most)
         # At the end of the data the entry is not removed, so that later calls return None without another exchange.
         plans = self._agreed[0]
         if not plans[:, 0].any():
@@ -107,8 +107,8 @@ class Lockstep(AbstractBatches):
         # This worker has no rows left, but must take part in the collectives of the step.
         return Step(Piece([self._padding], [0] * self._worker.replicas, sum(counts)), sum(counts), counts, None)
 
-    def _agree(self) -> None:
-        """Exchanges with the other workers what each has for the next `AHEAD` steps. A collective call.
+    def _agree(self, most: int | None) -> None:
+        """Exchanges with the other workers what each has for the next `AHEAD` steps, or `most` if it is less. A collective call.
 
         The columns of a plan are: whether there is a step, the rows of the global batch if this worker knows them, and the rows of
         each of its replicas.
@@ -117,10 +117,11 @@ class Lockstep(AbstractBatches):
           InputError: the data of another worker failed.
           Exception: the data of this worker raised it.
         """
-        plans, failure = np.zeros((AHEAD, 2 + self._worker.replicas), np.int32), None
+        count = AHEAD if most is None else min(AHEAD, most)
+        plans, failure = np.zeros((count, 2 + self._worker.replicas), np.int32), None
         try:
-            self._readings = reading = self._readings or self._start()
-            while len(self._own) < AHEAD and (step := reading.get()) is not None:
+            self._readings = reading = self._readings or self._start(most)
+            while (own := len(self._own)) < count and (step := reading.get(most and most - own)) is not None:
                 self._own.append(step)
         except Exception as e:  # Tell the others before raising it, because they wait for this worker in the exchange.
             failure = e
@@ -136,14 +137,14 @@ class Lockstep(AbstractBatches):
                 f"the data of worker {failed[0]} failed. Worker {failed[0]} raised the error.",
                 f"look at the log of worker {failed[0]}",
             )
-        self._share_padding(is_needed=bool((all_plans[:, :, 0].sum(axis=1) < AHEAD).any()))
+        self._share_padding(is_needed=bool((all_plans[:, :, 0].sum(axis=1) < count).any()))
         self._agreed.extend(all_plans.swapaxes(0, 1))
 
     def _share_padding(self, *, is_needed: bool) -> None:
         """Keeps one row as padding for later batches. A worker that never had a row gets one from another worker.
 
         Args:
-          is_needed: whether some worker has fewer than `AHEAD` steps left. All workers compute the same value.
+          is_needed: whether some worker has no more steps than these. All workers compute the same value.
         """
         if self._own:
             self._padding = jax.tree.map(lambda x: np.array(x[:1]), self._own[-1].piece.parts[0])

@@ -20,8 +20,11 @@ class AbstractReadings(ABC, Generic[T]):
     """The results of a function, call after call, until it returns None."""
 
     @abstractmethod
-    def get(self) -> T | None:
+    def get(self, most: int | None = None) -> T | None:
         """Returns the next item, or None at the end and on every later call.
+
+        Args:
+          most: number of items that will still be taken, with this one, so that no others are read. None if it is unknown.
 
         Raises:
           BaseException: the function raised it instead of returning this item.
@@ -32,15 +35,18 @@ class AbstractReadings(ABC, Generic[T]):
         """Stops reading. Returns the items that were read but not taken, and the failure after them, if any."""
 
 
-def readings(read: Callable[[], T | None], ahead: int, *, in_thread: bool) -> AbstractReadings[T]:
+def readings(
+    read: Callable[[], T | None], ahead: int, *, in_thread: bool, most: int | None = None
+) -> AbstractReadings[T]:
     """Returns the results of `read`, with up to `ahead` items read in advance.
 
     Args:
       read: returns the next item, or None at the end.
       ahead: number of items to read in advance. 0 reads each item when it is requested.
       in_thread: whether a background thread reads. If not, the consumer reads the later items when it takes one.
+      most: see `AbstractReadings.get`.
     """
-    return _InThread(read, ahead) if ahead and in_thread else _ByCaller(read, ahead)
+    return _InThread(read, ahead, most) if ahead and in_thread else _ByCaller(read, ahead)
 
 
 @final
@@ -56,8 +62,9 @@ class _ByCaller(AbstractReadings[T]):
         self._items: deque[T] = deque()
 
     @override
-    def get(self) -> T | None:
-        while len(self._items) < self._size and (item := self._read()) is not None:
+    def get(self, most: int | None = None) -> T | None:
+        size = self._size if most is None else min(self._size, most)
+        while len(self._items) < size and (item := self._read()) is not None:
             self._items.append(item)
         return self._items.popleft() if self._items else None
 
@@ -71,8 +78,8 @@ class _ByCaller(AbstractReadings[T]):
 class _InThread(AbstractReadings[T]):
     """Reads in a background thread, which ends after the last item, a failure or `stop`, or when this object is collected."""
 
-    def __init__(self, read: Callable[[], T | None], ahead: int) -> None:
-        self._shelf = shelf = _Shelf[T](ahead)
+    def __init__(self, read: Callable[[], T | None], ahead: int, most: int | None) -> None:
+        self._shelf = shelf = _Shelf[T](ahead, most)
         # The thread refers to the shelf but not to this object, because that would keep the object alive. It runs in the
         # context of the caller, because a user's generator may ask for the current strategy.
         context = contextvars.copy_context()
@@ -83,8 +90,8 @@ class _InThread(AbstractReadings[T]):
         weakref.finalize(self, _end, shelf, self._thread)
 
     @override
-    def get(self) -> T | None:
-        return self._shelf.take()
+    def get(self, most: int | None = None) -> T | None:
+        return self._shelf.take(most)
 
     @override
     def stop(self) -> tuple[list[T], BaseException | None]:
@@ -120,8 +127,9 @@ class _Shelf(Generic[T]):
     `queue.Queue` cannot be closed before Python 3.13 (`Queue.shutdown`), so a thread blocked in `put` could not be stopped.
     """
 
-    def __init__(self, size: int) -> None:
-        self._size = size
+    def __init__(self, size: int, most: int | None) -> None:
+        # How many items there is room for, and how many will still be taken.
+        self._size, self._most = size, most
         self._items: deque[T] = deque()
         self._failure: BaseException | None = None
         self._ended = self._closed = False
@@ -130,8 +138,12 @@ class _Shelf(Generic[T]):
     def wait_for_room(self) -> bool:
         """Waits until there is room for an item. Returns False if the consumer has closed the shelf instead."""
         with self._change:
-            self._change.wait_for(lambda: self._closed or len(self._items) < self._size)
+            self._change.wait_for(lambda: self._closed or len(self._items) < self._room)
             return not self._closed
+
+    @property
+    def _room(self) -> int:
+        return self._size if self._most is None else min(self._size, self._most)
 
     def put(self, item: T) -> None:
         with self._change:
@@ -152,11 +164,14 @@ class _Shelf(Generic[T]):
             self._closed = True
             self._change.notify_all()
 
-    def take(self) -> T | None:
+    def take(self, most: int | None) -> T | None:
         with self._change:
+            self._most = most
+            self._change.notify_all()
             self._change.wait_for(lambda: self._items or self._ended)
             if self._items:
                 item = self._items.popleft()
+                self._most = most and most - 1
                 self._change.notify_all()
                 return item
             failure, self._failure = self._failure, None
