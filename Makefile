@@ -103,7 +103,7 @@ gpu: ## on a machine with GPUs: run the contract rows that fit and five benchmar
 	PYTHONPATH=src $(PYTHON) -m benchmarks.gpu --out out/gpu-report.md
 
 soak: $(INSTALLED) ## kill, stop and fail workers in fifty ways
-	$(BIN)/python -m benchmarks restarts elastic_callbacks $(SOAK)
+	$(BIN)/python -m benchmarks restarts elastic_callbacks elastic_data $(SOAK)
 
 check: $(INSTALLED) ## formatting, linting, types, import contracts, spelling
 	$(BIN)/ruff format --check .

@@ -35,6 +35,7 @@ MODULES = {
     "endurance": "endurance",
     "elastic": "elastic",
     "elastic_callbacks": "elastic_callbacks",
+    "elastic_data": "elastic_data",
     "elastic_peers": "elastic_peers",
     "elastic_soak": "elastic_soak",
     "slow_link": "slow_link",
@@ -58,7 +59,7 @@ def main() -> None:
     parser.add_argument(
         "--rounds",
         type=int,
-        help="how many rounds of restarts, elastic and elastic_callbacks (50), elastic_peers (3), slow_link, equal_training and unequal (5), elastic_soak (100) and "
+        help="how many rounds of restarts, elastic and elastic_callbacks (50), elastic_data (36), elastic_peers (3), slow_link, equal_training and unequal (5), elastic_soak (100) and "
         "parameter_server_soak (30), and interrupts per loop (1000)",
     )
     parser.add_argument("--seed", type=int, default=0, help="the number of their first round (default: %(default)s)")
@@ -73,6 +74,7 @@ def main() -> None:
         "restarts": drawn,
         "elastic": drawn,
         "elastic_callbacks": drawn,
+        "elastic_data": drawn,
         "elastic_peers": drawn,
         "elastic_soak": drawn,
         "slow_link": drawn,

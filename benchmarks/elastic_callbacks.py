@@ -22,6 +22,7 @@ from benchmarks.elastic import STALL_S, Training
 from benchmarks.parent import ROOT
 from benchmarks.report import Report
 
+_SCRIPT = "elastic_callbacks_script"
 _KILLS_PER_TRAINING = 5
 _EPOCHS_PER_KILL = 20
 _MOMENTS = ("batch", "test", "begin", "epoch", "epoch", "any")
@@ -31,15 +32,16 @@ _DEADLINE_S = 300.0
 
 
 class Fit(Training):
-    """A `fit` with callbacks under `phalanx run`.
+    """A `fit` under `phalanx run`.
 
     Args:
+      script: the module of `benchmarks` that trains.
       workers: the option `--workers`.
-      epochs: number of epochs.
+      *arguments: those of the script, before the folder.
       popen: starts a process, as `subprocess.Popen` does.
     """
 
-    def __init__(self, workers: str, epochs: int, **popen: Any) -> None:
+    def __init__(self, script: str, workers: str, *arguments: object, **popen: Any) -> None:
         environment = {
             "PYTHONPATH": str(ROOT / "src"),
             "JAX_PLATFORMS": "cpu",
@@ -47,8 +49,8 @@ class Fit(Training):
             "PAUSE_S": str(_PAUSE_S),
         }
         launcher = [sys.executable, "-m", "phalanx", "run", "--workers", workers]
-        script = ["-m", "benchmarks.elastic_callbacks_script", str(epochs)]
-        super().__init__([*launcher, *script], int(workers.rpartition(":")[2]), environment, **popen)
+        command = [*launcher, "-m", f"benchmarks.{script}", *map(str, arguments)]
+        super().__init__(command, int(workers.rpartition(":")[2]), environment, **popen)
 
     def kill_at(self, victim: int, moment: str) -> None:
         """Has a process end by SIGKILL at a moment, and waits until the others have finished a step without it.
@@ -79,7 +81,7 @@ class Fit(Training):
 @functools.cache
 def undisturbed(epochs: int, **popen: Any) -> dict[str, Any]:
     """Returns what one process has in the end that nothing disturbs."""
-    with Fit("1", epochs, **popen) as fit:
+    with Fit(_SCRIPT, "1", epochs, **popen) as fit:
         (fit.folder / "hurry").touch()
         fit.wait(_DEADLINE_S)
         (end,) = fit.ends()
@@ -89,7 +91,7 @@ def undisturbed(epochs: int, **popen: Any) -> dict[str, Any]:
 def play(workers: int, kills: int, rng: random.Random, **popen: Any) -> tuple[list[str], list[str]]:
     """Kills processes of one training, and returns the moments, and what was not as it should be."""
     epochs, moments = _EPOCHS_PER_KILL * kills + 5, []
-    with Fit(f"1:{workers}", epochs, **popen) as fit:
+    with Fit(_SCRIPT, f"1:{workers}", epochs, **popen) as fit:
         try:
             for _ in range(kills):
                 found = fit.wait_until_complete()

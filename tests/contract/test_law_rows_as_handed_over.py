@@ -159,7 +159,7 @@ def rows_of(strategy, batch, count, *, is_stacked):
     ]
 
 
-@draws(30, 300)
+@draws(40, 300)
 @hypothesis.given(
     st.sampled_from(KINDS),
     st.lists(st.integers(1, 6), min_size=1, max_size=7),

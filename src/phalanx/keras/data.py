@@ -239,6 +239,8 @@ class EpochData:
         Args:
           undone: whether the present group of steps does not count.
         """
+        if self._restored is not None:
+            return self._restored
         if self._reading is None:
             return {"done": self._done, "iterator": None, "order": self._order.take(), "first": ""}
         done, position = self._before if undone else (self._done, None)
@@ -247,7 +249,10 @@ class EpochData:
 
     def get_order(self) -> State:
         """Returns the position at the beginning of the present epoch, or between two epochs."""
-        order = self._order.take() if self._reading is None else self._opened
+        if self._restored is not None:
+            order = self._restored["order"]
+        else:
+            order = self._order.take() if self._reading is None else self._opened
         return {"done": 0, "iterator": None, "order": order, "first": ""}
 
     @property

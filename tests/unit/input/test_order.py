@@ -151,20 +151,24 @@ def reading(name, seed):
     return strategy, progress, batches()
 
 
+@pytest.mark.cover(["stops"], {(1,), (8,)})
+@pytest.mark.parametrize("stops", [(1,), (8,), tuple(range(18)), (2, 3, 3, 6, 9, 17)], ids=str)
 @pytest.mark.parametrize("name", SOURCES)
-def test_rest_of_the_epochs_has_the_same_order(name):
-    """A position in the middle of the second epoch, or at its first batch, goes on in another process as if nothing had happened."""
+def test_rest_of_the_epochs_has_the_same_order(name, stops):
+    """Positions at or in an epoch go on in other processes, one after the other, as if nothing had happened."""
     _keep, _, batches = reading(name, 1)
     expected = list(batches)
     assert sorted(itertools.chain(*expected)) == sorted(X.ravel().tolist() * EPOCHS)
-    for read in (1, 8):
-        _keep, progress, batches = reading(name, 1)
-        found = list(itertools.islice(batches, read))
-        state = text.unpacked(text.packed(progress.get_state()))
-        batches.close()
-        _keep, progress, batches = reading(name, 2)
-        progress.set_state(state)
-        assert found + list(batches) == expected
+    found, state = [], None
+    for seed, stop in enumerate((*stops, None), 1):
+        _keep, progress, batches = reading(name, seed)
+        if state is not None:
+            progress.set_state(state)
+        found += itertools.islice(batches, None if stop is None else stop - len(found))
+        if stop is not None:
+            state = text.unpacked(text.packed(progress.get_state()))
+            batches.close()
+    assert found == expected
 
 
 class Hidden(Plain):
