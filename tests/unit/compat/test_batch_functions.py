@@ -53,3 +53,14 @@ def test_functions_that_draw_random_numbers():
         model.fit(X[:3], X[:3], epochs=2, verbose=0)
         found.append([np.asarray(seed.state.value).tolist() for seed in seeds])
     assert found[0] == found[1] != [[0, 4], [0, 5]]
+
+
+def test_values_of_all_rows_count_one_by_one():
+    """In a metric, a batch of four rows counts more than one of three, also if a value depends on the other rows."""
+    found = []
+    for strategy in (phalanx.OneDeviceStrategy("cpu:0"), phalanx.MirroredStrategy(["cpu:0", "cpu:1"])):
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3, kernel_initializer="ones")])
+            model.compile(loss="mse", metrics=[function_of("softmin", "square")])
+        found.append(model.evaluate(X, X, batch_size=4, verbose=0))
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)

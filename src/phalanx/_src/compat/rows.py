@@ -42,15 +42,24 @@ def _is_number(metric: keras.metrics.Metric, arguments: dict[str, Any]) -> bool:
         return False
     # Keras's metric functions reduce the last dim. They would return a scalar for rank 1 too, so test them with columns.
     columns = [x[:, None] if jnp.ndim(x) == 1 else x for x in (arguments["y_true"], arguments["y_pred"])]
-    return shape_of(functools.partial(metric._fn, **metric._fn_kwargs), *columns) == ()
+    return shape_of(_function_of(metric), *columns) == ()
+
+
+def _function_of(metric: keras.metrics.MeanMetricWrapper) -> Callable[..., Any]:
+    """The function of labels and outputs whose mean a metric is."""
+    return functools.partial(metric._fn, **metric._fn_kwargs)
+
+
+def _ones_of(metric: keras.metrics.MeanMetricWrapper, y_true: PyTree, y_pred: PyTree) -> jax.Array:
+    """Returns a weight of 1 for each value of a metric's function. Of one weight for all of them, Keras would count one value."""
+    return jnp.ones(shape_of(_function_of(metric), y_true, y_pred)[:1])
 
 
 def _needs_all_rows(metric: keras.metrics.Metric, arguments: dict[str, Any]) -> bool:
     """Whether a metric is a function that needs the rows of all replicas."""
     if not _is_of_function(metric, arguments):
         return False
-    fn = functools.partial(metric._fn, **metric._fn_kwargs)
-    return needs_all_rows(fn, arguments["y_true"], arguments["y_pred"], source=metric._fn)
+    return needs_all_rows(_function_of(metric), arguments["y_true"], arguments["y_pred"], source=metric._fn)
 
 
 def _warn_of_padding(what: str) -> None:
@@ -98,8 +107,8 @@ def _update_with_real_rows(
     if scope.has_share and mask is None and _needs_all_rows(self, arguments):
         names = ("y_true", "y_pred", "sample_weight")
         with scope.whole_batch([arguments.get(name) for name in names]) as (y_true, y_pred, weight):
-            share = scope.weight_of_mean(None)
-            return original(self, y_true, y_pred, sample_weight=share if weight is None else weight * share)
+            weights = _ones_of(self, y_true, y_pred) if weight is None else weight
+            return original(self, y_true, y_pred, sample_weight=weights * scope.weight_of_mean(None))
     if rows != {()} and _is_number(self, arguments):
         rows = {()}
         if mask is not None:
