@@ -134,6 +134,10 @@ class AdaptedData:
         if adapter is not None:
             adapter.on_epoch_end()
 
+    def begin_again(self) -> None:
+        """Makes the next iterator begin with the first batch, after one that was left in the middle."""
+        compat.begin_again(self._adapter)
+
     def end_pass(self) -> None:
         """Tells the data that an epoch has ended, even if none has begun, as Keras does: some data is shuffled by that."""
         self._open = self._open or self._adapter

@@ -275,6 +275,7 @@ class EpochData:
         if self._reading is not None:
             self._reading.stop_reading()
         self._adapted.end_epoch()
+        self._adapted.begin_again()
         self._iterator, self._reading, self._is_checked = None, None, False
 
     def set_state(self, state: State) -> None:
@@ -316,6 +317,7 @@ class EpochData:
         )
         if not self._adapted.is_read_once:
             self._iterator.stop_reading()
+            self._adapted.begin_again()
             self._iterator, self._done = self._new_iterator(), 0
 
     def _require_same_order(self, iterator: DistributedIterator) -> None:

@@ -139,16 +139,16 @@ def reading(name, seed):
     data = EpochData(strategy, x, **{"steps": None, "group": 1, **options})
     progress = FitProgress(data, None, strategy.topology, lambda: None)
     data.restart()
+    return strategy, progress, batches_of(strategy, progress)
 
-    def batches():
-        for epoch in range(progress.epoch, EPOCHS):
-            if progress.epoch != epoch:
-                progress.begin(epoch)
-            for _, ((batch, _),) in data.epoch():
-                leaf = batch[0] if isinstance(batch, tuple) else batch
-                yield np.asarray(strategy.gather(leaf, 0)).ravel().tolist()
 
-    return strategy, progress, batches()
+def batches_of(strategy, progress):
+    for epoch in range(progress.epoch, EPOCHS):
+        if progress.epoch != epoch:
+            progress.begin(epoch)
+        for _, ((batch, _),) in progress._data.epoch():
+            leaf = batch[0] if isinstance(batch, tuple) else batch
+            yield np.asarray(strategy.gather(leaf, 0)).ravel().tolist()
 
 
 @pytest.mark.cover(["stops"], {(1,), (8,)})
@@ -169,6 +169,19 @@ def test_rest_of_the_epochs_has_the_same_order(name, stops):
             state = text.unpacked(text.packed(progress.get_state()))
             batches.close()
     assert found == expected
+
+
+@pytest.mark.parametrize("name", [name for name in SOURCES if name != "generator"])
+def test_rest_of_an_epoch_after_a_move(name):
+    """In a group that loses a process, the data is read again, from a position in the middle of an epoch. Threads had read more of it."""
+    _keep, _, batches = reading(name, 1)
+    expected = list(batches)
+    strategy, progress, batches = reading(name, 1)
+    found = list(itertools.islice(batches, 8))
+    position = progress.get_position(undone=False)
+    progress.move(strategy.topology)
+    progress.set_position(position)
+    assert found + list(batches_of(strategy, progress)) == expected
 
 
 class Hidden(Plain):

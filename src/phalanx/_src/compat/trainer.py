@@ -2,6 +2,8 @@
 """Keras's trainer, data adapters and callbacks."""
 
 import functools
+import itertools
+import queue
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -245,6 +247,16 @@ def separate(adapter: _DataAdapter) -> _DataAdapter:
     if not isinstance(adapter, _PyDatasetAdapter):
         return adapter
     return _PyDatasetAdapter(adapter.py_dataset, class_weight=adapter.class_weight, shuffle=adapter.shuffle)
+
+
+def begin_again(adapter: _DataAdapter | None) -> None:
+    """Makes the next iterator of a data adapter begin with the first batch, and not with what threads of a `PyDataset` have read."""
+    if not isinstance(adapter, _PyDatasetAdapter) or adapter.enqueuer is None:
+        return
+    adapter.enqueuer.stop()
+    adapter.enqueuer.ready_queue = queue.Queue()
+    if adapter.num_batches is None:
+        adapter.enqueuer.indices = itertools.count()
 
 
 def draws_while_reading(adapter: _DataAdapter | None) -> bool:
