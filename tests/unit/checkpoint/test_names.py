@@ -166,6 +166,32 @@ def test_renamed_layers_are_refused(tmp_path, other, message):
         np.testing.assert_array_equal(variable.numpy(), value)
 
 
+@pytest.mark.parametrize(
+    ("names", "other", "message"),
+    [
+        (("dense_1", "dense_2"), ("dense_1", "dense_2"), None),
+        (("dense_1", "dense_2"), ("dense_2", "dense_1"), "dense~0 is the layer dense_2, and dense_1 in the checkpoint"),
+        (("dense_1", "dense_2"), ("dense_2", "dense_3"), "dense~1 is the layer dense_3, and dense_2 in the checkpoint"),
+        ((None, "dense_91"), ("dense_91", None), "dense~0 is the layer dense_91, and one that Keras has numbered in"),
+        ((None, None), ("dense_1", "dense_2"), None),
+        (("dense_1", "dense_2"), (None, None), None),
+    ],
+    ids=["same", "reordered", "moved", "mixed", "from_file", "to_file"],
+)
+def test_names_that_look_like_those_of_keras(tmp_path, names, other, message):
+    """Files of models contain the names that Keras has generated, so they fit layers without names. Two of users must be the same."""
+    saved, model = Net(names), Net(other)
+    before, checkpoint = [v.numpy() for v in model.weights], Checkpoint(model=model)
+    path = Checkpoint(model=saved).write(tmp_path / "a")
+    if message is None:
+        checkpoint.read(path).assert_consumed()
+    else:
+        with pytest.raises(CheckpointMismatchError, match=message):
+            checkpoint.read(path)
+    for variable, value in zip(model.weights, before if message else saved.get_weights(), strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
+
+
 def test_renamed_layers_that_are_built_later_are_refused(tmp_path):
     """When they get their variables."""
     path = Checkpoint(model=Net(("a", "b"))).write(tmp_path / "a")

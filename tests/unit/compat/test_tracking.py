@@ -1,5 +1,7 @@
 """The parts of Keras's objects, and who hears of new variables."""
 
+import pickle
+
 import keras
 import numpy as np
 import pytest
@@ -40,6 +42,21 @@ def test_generated_names_do_not_change():
     after = keras.Sequential().name, layers.Layer().name, keras.optimizers.SGD().name
     numbers = [[int(name.rpartition("_")[2]) if "_" in name else 0 for name in names] for names in (before, after)]
     assert [b - a for a, b in zip(*numbers, strict=True)] == [2, 2, 1]
+
+
+def test_chosen_names_look_like_generated_ones():
+    """`Operation.__init__` is told them, whatever the arguments of the layer are. Pickles of them are plain texts."""
+
+    class Block(layers.Layer):
+        def __init__(self, number):
+            super().__init__(name=f"block_{number}")
+
+    chosen = Block(2), layers.Dense(1, name="dense_3", kernel_initializer=keras.initializers.Zeros())
+    assert [compat.chosen_name(layer) for layer in chosen] == ["block_2", "dense_3"]
+    assert [compat.given_name(layer) for layer in chosen] == [None, None]
+    for other in (layers.Dense(1), layers.Dense(1, name="mine"), keras.Sequential(), keras.metrics.Mean()):
+        assert compat.chosen_name(other) is None
+    assert type(pickle.loads(pickle.dumps(chosen[0].name))) is str
 
 
 def test_own_variables_are_those_of_one_object():

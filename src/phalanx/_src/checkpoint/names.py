@@ -52,6 +52,11 @@ def numbered(names: Iterable[str]) -> list[str]:
     return numbered
 
 
+def is_numbered(path: str) -> bool:
+    """Returns whether the last step of a name is a place among objects of one class or name."""
+    return "~" in path.rpartition("/")[2]
+
+
 def keys_outside(variables: Iterable[Variable]) -> list[str]:
     """Returns keys for the slots of variables that an optimizer in the checkpoint trains, and that are not in the checkpoint themselves."""
     return numbered(":" + quoted_path(v.path) for v in variables)

@@ -41,6 +41,7 @@ class Snapshot:
         self.aliases: dict[str, str] = {}
         self.models: dict[str, str] = {}
         self.optimizers: dict[str, str] = {}
+        self.chosen: dict[str, str] = {}
         self.states: list[str] = []
         self.taken: set[str] = set()
 
@@ -63,6 +64,7 @@ class Snapshot:
             "aliases": self.aliases,
             "models": self.models,
             "optimizers": self.optimizers,
+            "chosen": self.chosen,
             "states": self.states,
             "divided": self.divisions,
         }

@@ -16,7 +16,7 @@ import numpy as np
 from phalanx._src import compat
 from phalanx._src.checkpoint import text
 from phalanx._src.checkpoint.format_1 import OldNaming
-from phalanx._src.checkpoint.names import OPEN, Holder, NamedValue, Names, Naming, is_owner, refuse_name
+from phalanx._src.checkpoint.names import OPEN, Holder, NamedValue, Names, Naming, is_numbered, is_owner, refuse_name
 from phalanx._src.checkpoint.objects import REPLICAS, Part, Snapshot, StatePart, part_of, refuse_object
 from phalanx._src.checkpoint.slots import StoredSlots
 from phalanx._src.checkpoint.store import CheckpointFile
@@ -52,6 +52,8 @@ def capture(objects: Holder, snapshot: Snapshot) -> None:
                 snapshot.models[path] = architecture
             if (kind := _kind_of_optimizer(value)) is not None:
                 snapshot.optimizers[path] = kind
+            if is_numbered(path) and (name := compat.chosen_name(value)) is not None:
+                snapshot.chosen[path] = name
             continue
         part = part_of(value)
         if part is None:
@@ -219,8 +221,20 @@ class Restoration:
             return None
         if before is not None and kind is not None and before != kind:
             return f"{path} is the optimizer {kind}, and {before} in the checkpoint"
+        if (other := self._other_name(owner, path)) is not None:
+            return f"{path} is the layer {owner.name}, and {other} in the checkpoint"
         difference = self._naming.difference(path, owner)
         return None if difference is None else f"{path} {difference}"
+
+    def _other_name(self, owner: Any, path: str) -> str | None:
+        """Returns the name of what has the numbered place of an object in the checkpoint, if users have given the two other names."""
+        ours, folder = compat.chosen_name(owner), path.rpartition("/")[0]
+        if ours is None or not is_numbered(path):
+            return None
+        chosen: dict[str, str] = self.stored.notes["chosen"]
+        places = {name: place for place, name in chosen.items() if place.rpartition("/")[0] == folder}
+        is_same = chosen.get(path, ours) == ours and places.get(ours, path) == path
+        return None if is_same else chosen.get(path, "one that Keras has numbered")
 
     def _one_for_several(self, matches: list[_Match]) -> list[str]:
         """Returns a problem for each object of the program that has several paths with different values in the checkpoint."""

@@ -337,8 +337,10 @@ def _checked(notes: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
     Raises:
       KeyError, TypeError, ValueError: they are not such notes.
     """
-    checked = {"models": {}, "optimizers": {}, "states": [], "divided": {}, "files": {}, **notes}
-    kinds = {"files": str, "names": str, "aliases": str, "models": str, "optimizers": str, "dtypes": str, "sums": int}
+    empty: dict[str, Any] = {part: {} for part in ("models", "optimizers", "chosen", "divided", "files")}
+    checked = {**empty, "states": [], **notes}
+    texts = ("names", "aliases", "models", "optimizers", "chosen", "files", "dtypes")
+    kinds = {"sums": int, **dict.fromkeys(texts, str)}
     for part, kind in kinds.items():
         for name, value in checked[part].items():
             if not isinstance(value, kind):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import keras
 from keras import Variable
 from keras.src.models.functional import Functional
+from keras.src.ops.operation import Operation
 from keras.src.utils.naming import to_snake_case
 
 from phalanx._src.compat.hooks import extend
@@ -49,11 +50,33 @@ def automatic_name(owner: object) -> str:
 
 
 def given_name(owner: object) -> str | None:
-    """Returns the name of an object. None if Keras has numbered it, as "dense_1": the number depends on what was made before."""
+    """Returns the name of an object. None if it looks as if Keras had numbered it, as "dense_1": files of models contain such names."""
     name = getattr(owner, "name", None)
     if not isinstance(name, str) or re.fullmatch(re.escape(automatic_name(owner)) + r"(_\d+)?", name):
         return None
     return name
+
+
+class _ChosenName(str):
+    """A name that a program or a file has given a layer, and that looks as if Keras had numbered it."""
+
+    __slots__ = ()
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        return str, (str(self),)  # Pickles can be read without Phalanx.
+
+
+@extend(Operation, "__init__")
+def _note_chosen_name(original: Callable[..., None], self: Operation, name: str | None = None) -> None:
+    original(self, name)
+    if name is not None and given_name(self) is None:
+        self.name = _ChosenName(name)
+
+
+def chosen_name(owner: object) -> str | None:
+    """Returns the name of a layer that looks as if Keras had numbered it, and is known to be given. None for others."""
+    name = getattr(owner, "name", None)
+    return name if isinstance(name, _ChosenName) else None
 
 
 def variable_names(owner: Owner) -> list[str]:
