@@ -174,6 +174,7 @@ class Restoration:
         lacking: list[NamedValue] = []
         strangers: dict[int, tuple[Any, str]] = {}
         receivers: dict[str, Variable] = {}
+        holders: dict[str, dict[int, Any]] = {}
         for entry in self._entries(start):
             path, value = entry.path, entry.value
             self._met.add(path)
@@ -182,6 +183,8 @@ class Restoration:
                 problems.append(self._difference(value, path))
                 if path not in self._folders:
                     strangers[id(value)] = value, path
+                elif not self._is_left_out(value):
+                    holders.setdefault(path, {})[id(value)] = value
                 continue
             part = part_of(value)
             if part is None:
@@ -204,7 +207,12 @@ class Restoration:
                 problems.append(f"{path}: {e}")
         lacking += self._below_strangers([s for s in strangers.values() if self._places.get(s[0]) is None])
         self._lacking = [entry.path for entry in lacking]
-        problems += [*self._one_for_several(matches), *self._slots.problems, *self._renamed(lacking)]
+        problems += [
+            *self._tied_later(holders),
+            *self._one_for_several(matches),
+            *self._slots.problems,
+            *self._renamed(lacking),
+        ]
         if differences := list(filter(None, problems)):
             raise _refuse(self.stored.file, differences)
         return matches
@@ -212,7 +220,8 @@ class Restoration:
     def _below_strangers(self, strangers: list[tuple[Any, str]]) -> list[NamedValue]:
         """Returns the values below objects that the checkpoint does not have."""
         entries = self._entries([s for s in strangers if not self._is_left_out(s[0])], everywhere=True)
-        return [e for e in entries if not is_owner(e.value) and self._received.get(e.value) is None]
+        new = (e for e in entries if not is_owner(e.value) and self._received.get(e.value) is None)
+        return [e for e in new if e.path not in self._contents]
 
     def _difference(self, owner: Any, path: str) -> str | None:
         """Returns why an object cannot have the values that the checkpoint has under its name. None if it can."""
@@ -236,14 +245,36 @@ class Restoration:
         is_same = chosen.get(path, ours) == ours and places.get(ours, path) == path
         return None if is_same else chosen.get(path, "one that Keras has numbered")
 
+    def _tied_later(self, holders: dict[str, dict[int, Any]]) -> Iterator[str]:
+        """Yields a problem for each object without variables so far that is one in the checkpoint and two in the program, or the reverse.
+
+        Args:
+          holders: the objects of the program at each place, by their identity.
+        """
+        first: dict[int, str] = {}
+        for path, objects in holders.items():
+            growing = [owner for owner in objects.values() if not getattr(owner, "built", True)]
+            if growing and len(objects) > 1:
+                yield f"{path} is one object in the checkpoint, and two in this program"
+            for other in (first.setdefault(id(owner), path) for owner in growing):
+                if other != path and not self._is_equal(other, path):
+                    yield _two_values(other, path)
+
+    def _is_equal(self, one: str, other: str) -> bool:
+        """Returns whether what two folders of the checkpoint both contain has equal values."""
+        below = (path.removeprefix(one) for path in self._contents if path.startswith(f"{one}/"))
+        pairs = [(one + rest, other + rest) for rest in below if other + rest in self._contents]
+        return all(_contents_of(self.stored, a) == _contents_of(self.stored, b) for a, b in pairs)
+
     def _one_for_several(self, matches: list[_Match]) -> list[str]:
         """Returns a problem for each object of the program that has several paths with different values in the checkpoint."""
         first: dict[int, str] = {}
         problems = []
         for part, path, *_ in matches:
-            other = path if part.changes is None else first.setdefault(id(part.changes), path)
+            before = self._received.get(part.changes) if isinstance(part.changes, Variable) else None
+            other = path if part.changes is None else first.setdefault(id(part.changes), before or path)
             if other != path and _contents_of(self.stored, other) != _contents_of(self.stored, path):
-                problems.append(f"{other} and {path} are one object, and have different values in the checkpoint")
+                problems.append(_two_values(other, path))
         return problems
 
     def _renamed(self, lacking: list[NamedValue]) -> list[str]:
@@ -395,6 +426,10 @@ def _contents_of(stored: CheckpointFile, path: str) -> tuple[str, list[bytes]]:
     names = [n for n in stored.names if n == path or n.startswith((path + REPLICAS, f"{path}#"))]
     value = json.dumps(stored.notes["values"].get(path))
     return value.replace(json.dumps(path)[1:-1] + "#", "#"), [stored.array(n).tobytes() for n in sorted(names)]
+
+
+def _two_values(path: str, other: str) -> str:
+    return f"{path} and {other} are one object, and have different values in the checkpoint"
 
 
 def _by_root(values: list[tuple[str, Any]], known: set[str]) -> dict[str, set[tuple[str, Any]]]:
