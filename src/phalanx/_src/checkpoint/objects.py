@@ -306,7 +306,7 @@ def exactly(array: np.ndarray, dtype: Any) -> np.ndarray:
     if array.dtype == dtype:
         return array
     with np.errstate(all="ignore"):
-        converted = array.astype(dtype)
+        converted = _converted(array, dtype)
         if array.dtype.kind == np.dtype(dtype).kind != "V" and np.can_cast(array.dtype, dtype):
             return converted
         for values, others in zip(_pieces(array), _pieces(converted), strict=True):
@@ -327,9 +327,12 @@ def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
     flat = array.reshape(-1)
     widest = np.clongdouble if jnp.issubdtype(array.dtype, jnp.complexfloating) else np.longdouble
     for begin in range(0, flat.size, _PIECE):
-        piece = flat[begin : begin + _PIECE]
-        # Dtypes that NumPy lacks, such as bfloat16 and int4, do not convert themselves into all others.
-        yield (piece.astype(np.float32) if piece.dtype.kind == "V" else piece).astype(widest)
+        yield _converted(flat[begin : begin + _PIECE], widest)
+
+
+def _converted(array: np.ndarray, dtype: Any) -> np.ndarray:
+    # Dtypes that NumPy lacks, such as bfloat16 and int4, do not convert themselves into all others. float32 has all of their values.
+    return (array.astype(np.float32) if array.dtype.kind == "V" else array).astype(dtype)
 
 
 def _kind(dtype: np.dtype) -> int:
