@@ -6,7 +6,7 @@ Every name is the object of JAX itself, so a call costs nothing extra.
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeVar, final
 
 import jax
 from jax import ad_checkpoint, lax
@@ -32,6 +32,23 @@ class _Wait(Protocol):
 
 shape_dtype: Callable[..., jax.ShapeDtypeStruct] = jax.ShapeDtypeStruct
 """Returns the shape and dtype of an array, from `(shape, dtype, *, sharding=None)`."""
+
+
+@final
+class OpenSpec(jax.ShapeDtypeStruct):
+    """The shape and dtype of an array, with None for each size that may differ.
+
+    JAX has refused None in its own class since version 0.12.
+
+    Args:
+      shape: the sizes.
+      dtype: the dtype.
+    """
+
+    def __init__(self, shape: Sequence[int | None], dtype: object) -> None:
+        super().__init__([0 if size is None else size for size in shape], dtype)  # type: ignore[no-untyped-call]
+        object.__setattr__(self, "shape", tuple(shape))
+
 
 partition_spec: Callable[..., PartitionSpec] = PartitionSpec
 """Returns the sharding of an array, from one axis, tuple of axes or None per dim."""

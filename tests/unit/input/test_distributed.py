@@ -10,6 +10,7 @@ import pytest
 from simulation import DEADLINE_S, content, mirrored, prefetching
 
 import phalanx
+from phalanx._src.typed_jax import OpenSpec
 from phalanx.errors import CardinalityError, InputError, InvalidArgumentError, OutOfRangeError
 from phalanx.testing import assert_restores_everywhere
 
@@ -105,8 +106,8 @@ def test_element_spec_loses_no_batch(replicas, drop, rows):
         {"x": np.ones((10, 3)), "y": np.arange(10)}, batch_size=4, drop_remainder=drop
     )
     assert dataset.element_spec == {
-        "x": jax.ShapeDtypeStruct((rows, 3), "float32"),
-        "y": jax.ShapeDtypeStruct((rows,), "int32"),
+        "x": OpenSpec((rows, 3), "float32"),
+        "y": OpenSpec((rows,), "int32"),
     }
     iterator = iter(dataset)
     next(iterator)

@@ -36,8 +36,8 @@ def test_options_without_a_meaning(options):
         ({"experimental_relax_shapes": True}, "leave experimental_relax_shapes out"),
         ({"experimental_implements": "a"}, "leave experimental_implements out"),
         ({"autograph": 3}, "leave autograph out"),
-        ({"input_signature": 3}, r"input_signature=\[jax.ShapeDtypeStruct"),
-        ({"input_signature": [3]}, r"input_signature=\[jax.ShapeDtypeStruct"),
+        ({"input_signature": 3}, r"input_signature=\[keras.KerasTensor"),
+        ({"input_signature": [3]}, r"input_signature=\[keras.KerasTensor"),
         ({"input_signature": [SPEC((), "float32")] * 2}, "one spec per argument"),
     ],
 )
@@ -152,7 +152,7 @@ def test_prepare_traces_without_running():
     assert [float(step(3.0)), float(step(1.0))] == [8, 10]
     assert len(traced) == count
 
-    doubled = phalanx.function(lambda x: x * 2, input_signature=[SPEC((None,), "float32")])
+    doubled = phalanx.function(lambda x: x * 2, input_signature=[keras.KerasTensor((None,), "float32")])
     doubled.prepare(jnp.ones(2))
     assert doubled(jnp.ones(3)).tolist() == [2, 2, 2]
     with pytest.raises(InvalidArgumentError, match="\nHINT: "):

@@ -172,7 +172,6 @@ class Restoration:
         matches: list[_Match] = []
         problems = [self._difference(owner, place) for owner, place in start]
         lacking: list[NamedValue] = []
-        strangers: dict[int, tuple[Any, str]] = {}
         receivers: dict[str, Variable] = {}
         holders: dict[str, dict[int, Any]] = {}
         for entry in self._entries(start):
@@ -181,10 +180,7 @@ class Restoration:
             self._met.update(_folders([path]))
             if is_owner(value):
                 problems.append(self._difference(value, path))
-                if path not in self._folders:
-                    strangers[id(value)] = value, path
-                elif not self._is_left_out(value):
-                    holders.setdefault(path, {})[id(value)] = value
+                holders.setdefault(path, {})[id(value)] = value
                 continue
             part = part_of(value)
             if part is None:
@@ -205,7 +201,7 @@ class Restoration:
                     lacking.append(entry)
             except ValueError as e:
                 problems.append(f"{path}: {e}")
-        lacking += self._below_strangers([s for s in strangers.values() if self._places.get(s[0]) is None])
+        lacking += self._below_strangers(holders)
         self._lacking = [entry.path for entry in lacking]
         problems += [
             *self._tied_later(holders),
@@ -217,9 +213,15 @@ class Restoration:
             raise _refuse(self.stored.file, differences)
         return matches
 
-    def _below_strangers(self, strangers: list[tuple[Any, str]]) -> list[NamedValue]:
-        """Returns the values below objects that the checkpoint does not have."""
-        entries = self._entries([s for s in strangers if not self._is_left_out(s[0])], everywhere=True)
+    def _below_strangers(self, holders: dict[str, dict[int, Any]]) -> list[NamedValue]:
+        """Returns the values below those objects of some places that the checkpoint does not have."""
+        at_places = (
+            (o, path) for path, objects in holders.items() for o in objects.values() if path not in self._folders
+        )
+        strangers = {
+            id(o): (o, path) for o, path in at_places if self._places.get(o) is None and not self._is_left_out(o)
+        }
+        entries = self._entries(list(strangers.values()), everywhere=True)
         new = (e for e in entries if not is_owner(e.value) and self._received.get(e.value) is None)
         return [e for e in new if e.path not in self._contents]
 
@@ -253,8 +255,10 @@ class Restoration:
         """
         first: dict[int, str] = {}
         for path, objects in holders.items():
-            growing = [owner for owner in objects.values() if not getattr(owner, "built", True)]
-            if growing and len(objects) > 1:
+            growing = [o for o in objects.values() if not (getattr(o, "built", True) or self._is_left_out(o))]
+            if not growing or path not in self._folders:
+                continue
+            if len(objects) > 1:
                 yield f"{path} is one object in the checkpoint, and two in this program"
             for other in (first.setdefault(id(owner), path) for owner in growing):
                 if other != path and not self._is_equal(other, path):

@@ -28,7 +28,7 @@ from phalanx._src.mesh.values import is_distributed, spec_of
 from phalanx._src.options import InputOptions
 from phalanx._src.tracing.draws import AbstractIterator
 from phalanx._src.tracing.scope import innermost, program_scope
-from phalanx._src.typed_jax import shape_dtype
+from phalanx._src.typed_jax import OpenSpec
 from phalanx.errors import ContextError, InputError, OutOfRangeError, arguments
 from phalanx.errors.frames import user_place
 from phalanx.typing import PyTree
@@ -221,9 +221,7 @@ class DistributedIterator(AbstractIterator):
             return spec
         # A stack may have fewer steps too.
         num_dims = 1 if self._form.steps is None else 2
-        return jax.tree.map(
-            lambda x: shape_dtype((None,) * len(x.shape[:num_dims]) + x.shape[num_dims:], x.dtype), spec
-        )
+        return jax.tree.map(lambda x: OpenSpec((None,) * len(x.shape[:num_dims]) + x.shape[num_dims:], x.dtype), spec)
 
     @property
     def next_spec(self) -> PyTree:

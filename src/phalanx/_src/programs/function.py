@@ -95,7 +95,7 @@ def function(
 
     Args:
       fn: the step. Its Python side effects happen only while it is traced.
-      input_signature: one `jax.ShapeDtypeStruct` or `tf.TensorSpec` per argument, or a pytree of them. Other arguments are
+      input_signature: one `jax.ShapeDtypeStruct`, `keras.KerasTensor` or `tf.TensorSpec` per argument, or a pytree of them. Other arguments are
         refused.
       autograph: accepted and ignored, because Python's `if` and `for` are never converted.
       jit_compile: accepted and ignored, because every function is compiled.

@@ -24,7 +24,7 @@ class Signature:
 
     Args:
       fn: the function.
-      specs: one pytree per argument, of objects with a shape and a dtype: `jax.ShapeDtypeStruct`, `tf.TensorSpec`. A dim that
+      specs: one pytree per argument, of objects with a shape and a dtype: `keras.KerasTensor`, `jax.ShapeDtypeStruct`, `tf.TensorSpec`. A dim that
         is None accepts any size, and a shape that is None accepts any shape.
 
     Raises:
@@ -36,7 +36,7 @@ class Signature:
             raise InvalidArgumentError(
                 f"input_signature={shown(specs, 80)}",
                 "must be a list with one spec per argument, or a pytree of specs.",
-                'input_signature=[jax.ShapeDtypeStruct((None, 3), "float32")]',
+                'input_signature=[keras.KerasTensor((None, 3), "float32")]',
             )
         self._name = getattr(fn, "__name__", repr(fn))
         self._parameters = inspect.signature(fn)

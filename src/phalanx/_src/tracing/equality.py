@@ -139,7 +139,7 @@ class _EqualityWalk:
         if eqn.primitive is markers.enter_p or name == "optimization_barrier":
             return ins
         if name == "scan":
-            return self._of_scan(params, ins, everywhere=everywhere)
+            return self._of_scan(eqn, ins, everywhere=everywhere)
         if name == "while":
             return self._of_while(params, ins, everywhere=everywhere)
         if name == "cond":
@@ -153,8 +153,11 @@ class _EqualityWalk:
         # Of the body of another kind of operation nothing is known.
         return [all(ins) and not list(jex.jaxprs_in_params(params))] * count
 
-    def _of_scan(self, params: PyTree, ins: list[bool], *, everywhere: bool) -> list[bool]:
-        consts, carries = params["num_consts"], params["num_carry"]
+    def _of_scan(self, eqn: jex.JaxprEqn, ins: list[bool], *, everywhere: bool) -> list[bool]:
+        params, body = eqn.params, eqn.params["jaxpr"].jaxpr
+        # Versions of JAX note in different ways which values are constants and carries. Both have one shape outside and inside.
+        carries = _number_of_equal_ranks(eqn.outvars, body.outvars)
+        consts = _number_of_equal_ranks(eqn.invars, body.invars) - carries
         state = ins[consts : consts + carries]
         # A value that is equal in the first iteration may depend on others in the next. Flags change to False only, so this ends.
         while True:
@@ -179,3 +182,7 @@ class _EqualityWalk:
 
 def _both(first: Sequence[bool], second: Sequence[bool]) -> list[bool]:
     return [a and b for a, b in zip(first, second, strict=True)]
+
+
+def _number_of_equal_ranks(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    return sum(x.aval.ndim == y.aval.ndim for x, y in zip(outside, inside, strict=True))
