@@ -127,8 +127,11 @@ def _update_metrics(
     """Updates the metrics. Returns the logs of an overridden `compute_metrics`, averaged over the replicas, or None."""
     rows = jax.tree.leaves(x)[0].shape[0]
     compat.loss_tracker(model).update_state(loss, sample_weight=rows)
-    logs = model.compute_metrics(x, y, y_pred, sample_weight)
-    return None if _overridden(model, "compute_metrics") is None else _averaged(logs)
+    compute_metrics = _overridden(model, "compute_metrics")
+    if compute_metrics is None:
+        compat.update_compiled_metrics(model, y, y_pred, sample_weight)
+        return None
+    return _averaged(compute_metrics(x, y, y_pred, sample_weight))
 
 
 def _averaged(logs: PyTree) -> PyTree:

@@ -209,6 +209,52 @@ def test_own_logs_are_averaged_over_replicas(strategy):
     assert logs["first"] == [True]
 
 
+class Scored(Base):
+    """Computes a score from the results of two metrics: in `compute_metrics`, or in its steps."""
+
+    def __init__(self):
+        super().__init__()
+        self.right, self.sure = keras.metrics.Sum(name="right"), keras.metrics.Mean(name="sure")
+
+    def score(self, y, y_pred):
+        is_right = ops.equal(ops.argmax(y_pred, -1), ops.cast(y, "int32"))
+        self.right.update_state(ops.cast(is_right, "float32"))
+        self.sure.update_state(ops.max(y_pred, -1))
+        return {"score": self.right.result() / (1 + self.sure.result() ** 2)}
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        return super().compute_metrics(x, y, y_pred, sample_weight) | self.score(y, y_pred)
+
+
+class ScoredInSteps(Scored):
+    """Steps of its own."""
+
+    def train_step(self, data):
+        x, y = data
+        with phalanx.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            loss = self.compute_loss(x=x, y=y, y_pred=y_pred)
+        variables = self.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return self.score(y, y_pred)
+
+    def test_step(self, data):
+        return self.score(data[1], self(data[0]))
+
+
+@pytest.mark.parametrize("model", [Scored, ScoredInSteps])
+def test_what_is_computed_from_metrics_is_that_of_one_device(model):
+    """From their results over all replicas, although the last batch has three rows for two replicas."""
+    seen = [], []
+    for scores, strategy in zip(seen, (replicas(2), replicas(1)), strict=True):
+        ours = under(strategy, compiled(model, metrics=["accuracy"]))
+        note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs, s=scores: s.append(logs["score"]))
+        ours.fit(X[:11], Y[:11], batch_size=4, shuffle=False, verbose=0, callbacks=[note])
+        scores.append(ours.evaluate(X[:11], Y[:11], batch_size=4, verbose=0, return_dict=True)["score"])
+    same(*seen)
+    assert len(set(map(float, seen[0]))) > 1
+
+
 def test_a_log_of_ones_own_has_the_name_of_a_metric(strategy):
     """It counts where the step leaves that metric alone."""
 

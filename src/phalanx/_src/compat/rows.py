@@ -287,10 +287,21 @@ def _moments_here(
         layer.synchronized = synchronized
 
 
+def _result(original: Callable[..., _R], self: keras.metrics.Metric, *args: PyTree, **kwargs: PyTree) -> _R:
+    """Returns a result over all replicas in the steps of Keras's trainer, as what a model computes from it must be that of one device."""
+    scope = surrounding_scope()
+    if scope is None or not scope.has_share:
+        return original(self, *args, **kwargs)
+    with scope.across_replicas():
+        result = original(self, *args, **kwargs)
+        return keras.tree.map_structure(lambda x: x.value if isinstance(x, keras.Variable) else x, result)
+
+
 def _extend_metric(metric: type) -> None:
-    """Wraps `update_state` of a metric class and of all its subclasses that exist already."""
-    if "update_state" in vars(metric):
-        extend(metric, "update_state")(_update_state)
+    """Wraps the methods of a metric class and of all its subclasses that exist already."""
+    for name, wrapper in (("update_state", _update_state), ("result", _result)):
+        if name in vars(metric):
+            extend(metric, name)(wrapper)
     subclasses: list[type] = metric.__subclasses__()
     for subclass in subclasses:
         _extend_metric(subclass)
@@ -300,7 +311,7 @@ _extend_metric(keras.metrics.Metric)
 
 
 def _init_subclass(cls: type, **kwargs: PyTree) -> None:
-    """Wraps `update_state` of a metric class that the user defines later."""
+    """Wraps the methods of a metric class that the user defines later."""
     super(keras.metrics.Metric, cls).__init_subclass__(**kwargs)
     _extend_metric(cls)
 

@@ -90,6 +90,10 @@ class AbstractLiftScope(keras.StatelessScope, ABC):
         """
 
     @abstractmethod
+    def across_replicas(self) -> AbstractContextManager[None]:
+        """Enters a context in which variables have their values for all replicas. All replicas must enter it."""
+
+    @abstractmethod
     def share_of_loss(self, total: jax.Array, count: jax.Array | None) -> jax.Array:
         """Returns this replica's share of a loss over the global batch, divided by the weight that the trainer multiplies it by.
 

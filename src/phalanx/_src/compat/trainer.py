@@ -337,6 +337,12 @@ def loss_tracker(model: keras.Model) -> keras.metrics.Metric:
     return model._loss_tracker
 
 
+def update_compiled_metrics(model: keras.Model, y: PyTree, y_pred: PyTree, sample_weight: PyTree) -> None:
+    """Updates the metrics that `compile` got, as `compute_metrics` of Keras does, which computes their results too."""
+    if model._compile_metrics is not None:
+        model._compile_metrics.update_state(y, y_pred, sample_weight)
+
+
 def compiled_metrics(model: keras.Model) -> dict[str, keras.metrics.Metric]:
     """Returns the metrics that `compile` got, by the names of their results. Empty before the first update."""
     container = model._compile_metrics

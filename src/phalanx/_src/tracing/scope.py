@@ -2,7 +2,7 @@
 """The scope of a traced function: its variables, gradients, means over rows, batches and records."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -206,6 +206,10 @@ class LiftScope(VariableScope):
         whole = context.require_replica().all_gather(tree, axis=0)
         with context.enter(replace(context.current(), averaging=False)):
             yield whole
+
+    @override
+    def across_replicas(self) -> AbstractContextManager[None]:
+        return context.enter(context.Mode(context.get_strategy(), None, merging=True))
 
     @override
     def share_of_loss(self, total: jax.Array, count: jax.Array | None) -> jax.Array:
