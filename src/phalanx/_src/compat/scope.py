@@ -94,6 +94,10 @@ class AbstractLiftScope(keras.StatelessScope, ABC):
         """Enters a context in which variables have their values for all replicas. All replicas must enter it."""
 
     @abstractmethod
+    def for_all_replicas(self, variable: Variable, value: Any) -> Any:
+        """Returns the value for all replicas of a variable of a metric, from that of this one, where `across_replicas` asks for it."""
+
+    @abstractmethod
     def share_of_loss(self, total: jax.Array, count: jax.Array | None) -> jax.Array:
         """Returns this replica's share of a loss over the global batch, divided by the weight that the trainer multiplies it by.
 
@@ -177,5 +181,7 @@ def _get_current_value(original: Callable[..., PyTree], self: keras.StatelessSco
     # A user's `layer.stateless_call` inside a replica function opens a plain scope inside ours. Keras 3 looks up a variable
     # in the innermost scope only, so a variable that this scope does not map would become a constant of the program.
     value = original(self, variable)
-    outer = self.original_scope
-    return outer.get_current_value(variable) if value is None and outer is not None else value
+    if value is None:
+        return self.original_scope and self.original_scope.get_current_value(variable)
+    scope = surrounding_scope()
+    return value if scope is None else scope.for_all_replicas(variable, value)
