@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Data that Keras's adapters read for `fit`, `evaluate` and `predict`: a source of batches, and its epochs."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import GeneratorType
@@ -50,6 +51,8 @@ class AdaptedData:
         self._adapter = adapter
         self.first = bytes(8)
         self._open: PyTree = None  # The adapter that is within an epoch.
+        # Keras asks for it here and when it resets the data. A PyDataset may have more at the next end of an epoch.
+        self._num_batches: int | None = None if adapter is None else adapter.num_batches
 
     def __bool__(self) -> bool:
         return self._adapter is not None
@@ -91,7 +94,7 @@ class AdaptedData:
         """Returns a function like `make`, whose iterators note a digest of their first batch."""
 
         def noting(batches: Iterator[PyTree]) -> Iterator[PyTree]:
-            for number, batch in enumerate(batches):
+            for number, batch in enumerate(itertools.islice(batches, self._num_batches)):
                 if not number:
                     self.first = digest_of(batch)
                 yield batch
@@ -141,6 +144,8 @@ class AdaptedData:
     def end_pass(self) -> None:
         """Tells the data that an epoch has ended, even if none has begun, as Keras does: some data is shuffled by that."""
         self._open = self._open or self._adapter
+        if self._adapter is not None:
+            self._num_batches = self._adapter.num_batches
         self.end_epoch()
 
 

@@ -194,6 +194,29 @@ def test_dataset_hears_of_epochs_as_in_keras(strategy, model, options):
     same(results[0][0], results[1][0])
 
 
+class Growing(Told):
+    """Has one batch more after each epoch."""
+
+    size = 2
+
+    def __len__(self):
+        return self.size
+
+    def on_epoch_end(self):
+        super().on_epoch_end()
+        self.size = min(6, self.size + 1)
+
+
+def test_dataset_that_grows_is_read_as_in_keras(strategy):
+    """Epochs of `fit` have the batches that it had at first, and those of a validation what it had at the end of the last one."""
+    calls = []
+    for one in twins(strategy, compiled(mlp)):
+        data, validation = Growing(), Growing()
+        one.fit(data, validation_data=validation, epochs=3, shuffle=False, verbose=0)
+        calls.append([data.calls, validation.calls])
+    assert calls[0] == calls[1]
+
+
 @pytest.mark.parametrize("method", ["evaluate", "predict"])
 def test_dataset_without_training_hears_of_epochs(strategy, method):
     """A model that must be built reads one batch in an epoch of its own."""
