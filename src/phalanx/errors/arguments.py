@@ -85,7 +85,7 @@ def seconds(name: str, value: Any, *, hint: str | None = None) -> float | None:
     """
     if value is None:
         return None
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)  # Also a number of NumPy.
     # `math.isfinite` would overflow on a large int such as 2**4000; a comparison does not.
     if not is_number or not 0 < value < math.inf:
         raise InvalidArgumentError(

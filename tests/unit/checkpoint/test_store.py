@@ -120,6 +120,26 @@ def test_files_that_are_refused(tmp_path):
         store.CheckpointFile(tmp_path / "folder")
 
 
+@pytest.mark.parametrize(
+    ("name", "file", "message"),
+    [
+        ("a.keras", "a.keras", r"a model of Keras.\nHINT: keras.models.load_model\('.*a.keras'\)"),
+        ("a.weights.h5", "a.weights.h5", r"weights of Keras.\nHINT: model.load_weights\('.*a.weights.h5'\)"),
+        (
+            "ckpt-1",
+            "ckpt-1.index",
+            r"a checkpoint of TensorFlow.\nHINT: tf.train.load_checkpoint\('.*ckpt-1'\), and assign",
+        ),
+        ("a.npz", "a.npz", "a file which Phalanx has not written.\nHINT: the path that save returned"),
+    ],
+)
+def test_files_of_other_programs_are_named(tmp_path, name, file, message):
+    """Instead of "there is no such file", for the path that the user sees in the folder."""
+    (tmp_path / file).write_bytes(b"content")
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint().restore(tmp_path / name)
+
+
 def test_existing_file_is_not_replaced(tmp_path):
     """The older checkpoint stays."""
     store.write(tmp_path / "c.safetensors", {"a": np.ones(1)}, NOTES)

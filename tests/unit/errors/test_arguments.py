@@ -3,6 +3,7 @@
 import collections.abc
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from phalanx.errors import ClusterTypeError, InvalidArgumentError, arguments
@@ -23,6 +24,7 @@ class BytesPath:
         (lambda: arguments.integer("n", 3), 3),
         (lambda: arguments.integer("n", 0, least=0, most=0), 0),
         (lambda: arguments.seconds("s", 0.5), 0.5),
+        (lambda: arguments.seconds("s", np.float32(1.5)), 1.5),
         (lambda: arguments.seconds("s", None), None),
         (lambda: arguments.flag("f", False), False),
         (lambda: arguments.function("fn", len, "len"), len),

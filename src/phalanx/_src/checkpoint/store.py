@@ -219,11 +219,8 @@ class CheckpointFile:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.file = file_of(path)
         if not _is_file(self.file):
-            raise CheckpointError(
-                f"the checkpoint {_short(self.file)}",
-                "there is no such file.",
-                _nearest(self.file),
-            )
+            problem, hint = _foreign(path_of(self.file)) or ("there is no such file", _nearest(self.file))
+            raise CheckpointError(f"the checkpoint {_short(self.file)}", f"{problem}.", hint)
         try:
             self._open = _opened(self.file)
             metadata = self._open.metadata() or {}
@@ -391,6 +388,29 @@ def _is_file(file: Path) -> bool:
         return file.is_file()
     except OSError:  # The name is too long.
         return False
+
+
+_FOREIGN = {
+    ".weights.h5": ("the path is that of weights of Keras", "model.load_weights({path!r})"),
+    ".keras": ("the path is that of a model of Keras", "keras.models.load_model({path!r})"),
+    ".h5": ("the path is that of a model of Keras", "keras.models.load_model({path!r})"),
+    "": ("the path is that of a file which Phalanx has not written", "the path that save returned"),
+}
+"""What files of other programs are, by the ends of their names, and how to read them."""
+
+
+def _foreign(path: str) -> tuple[str, str] | None:
+    """Returns what a path leads to instead of a checkpoint, and a hint. None if there is nothing."""
+    if _is_file(Path(f"{path}.index")):
+        what, hint = (
+            "the path is that of a checkpoint of TensorFlow",
+            "tf.train.load_checkpoint({path!r}), and assign the arrays",
+        )
+    elif _is_file(Path(path)):
+        what, hint = next(words for end, words in _FOREIGN.items() if path.endswith(end))
+    else:
+        return None
+    return what, hint.format(path=path)
 
 
 def _nearest(file: Path) -> str:
