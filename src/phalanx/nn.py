@@ -10,14 +10,16 @@ from phalanx._src.collectives import primitives
 from phalanx._src.collectives.accumulation import dtype_of, term
 from phalanx._src.mesh.arrays import over_rows
 from phalanx._src.options import ReduceOp
+from phalanx._src.programs.explain import explained
 from phalanx._src.tracing import context
-from phalanx.errors import ContextError, InvalidArgumentError, shown
+from phalanx.errors import ContextError, InvalidArgumentError, arguments, shown
 from phalanx.errors.names import suggest_names
 from phalanx.typing import PyTree
 
 __all__ = ["compute_average_loss", "scale_regularization_loss"]
 
 
+@explained()
 def compute_average_loss(
     per_example_loss: PyTree, sample_weight: PyTree = None, global_batch_size: ArrayLike | None = None
 ) -> jax.Array:
@@ -38,6 +40,7 @@ def compute_average_loss(
       InvalidArgumentError: `per_example_loss` is a scalar, or `global_batch_size` is negative or not an integer.
       ContextError: called in cross-replica context without `global_batch_size`.
       ReduceOpError: the losses or weights are not arrays of numbers.
+      TraceError: the losses were kept from another step.
 
     Source: tf.nn.compute_average_loss.
 
@@ -90,6 +93,7 @@ def compute_average_loss(
     return (jnp.where(size == 0, 0, loss.sum() / jnp.maximum(size, 1)) / _own_part()).astype(dtype)
 
 
+@explained()
 def scale_regularization_loss(regularization_loss: PyTree) -> jax.Array:
     """Sums regularization losses and divides by the number of replicas, because every replica adds the same losses.
 
@@ -104,6 +108,7 @@ def scale_regularization_loss(regularization_loss: PyTree) -> jax.Array:
     Raises:
       ContextError: called in cross-replica context.
       ReduceOpError: a loss is not an array of numbers.
+      TraceError: a loss was kept from another step.
 
     Source: tf.nn.scale_regularization_loss.
 
@@ -135,7 +140,7 @@ def _checked_size(size: ArrayLike) -> jax.Array:
     array = primitives.as_array(size)
     if array.ndim or not jnp.issubdtype(array.dtype, jnp.integer):
         raise InvalidArgumentError(f"global_batch_size={shown(size)}", "must be an integer.", "global_batch_size=64")
-    if not isinstance(array, jax.core.Tracer) and int(array) < 0:
+    if arguments.is_integer(size, most=-1):  # In a step, the array has no value yet.
         raise InvalidArgumentError(f"global_batch_size={shown(size)}", "must be 0 or more.", "global_batch_size=64")
     return array
 

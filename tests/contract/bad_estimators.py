@@ -92,7 +92,15 @@ def of_hooks():
             estimator.LoggingTensorHook,
             {"tensors": ["loss"], "every_n_iter": 3},
             takes={
-                "tensors": {"empty list", "empty dict", "empty tuple", "list of None", "ragged list", "dict of int"},
+                "tensors": {
+                    "empty list",
+                    "empty dict",
+                    "empty tuple",
+                    "list of None",
+                    "ragged list",
+                    "dict of int",
+                    "dict of two kinds",
+                },
                 "every_n_iter": COUNT,
             },
             functions=("formatter",),

@@ -28,6 +28,15 @@ class Unshown:
         raise RuntimeError("no repr")
 
 
+def _fail(self, *_):
+    raise RuntimeError("no")
+
+
+Incomparable = type("Incomparable", (), dict.fromkeys(("__eq__", "__ne__", "__lt__", "__hash__", "__bool__"), _fail))
+Uncountable = type("Uncountable", (), dict.fromkeys(("__len__", "__iter__", "__getitem__", "__contains__"), _fail))
+"""Objects with methods that fail."""
+
+
 VALUES: dict[str, Callable[[], Any]] = {
     "None": lambda: None,
     "True": lambda: True,
@@ -51,8 +60,11 @@ VALUES: dict[str, Callable[[], Any]] = {
     "list of None": lambda: [None],
     "ragged list": lambda: [[1], [2, 3]],
     "dict of int": lambda: {1: 2},
+    "dict of two kinds": lambda: {1: 2, "a": 3},
     "object": object,
     "unshown": Unshown,
+    "incomparable": Incomparable,
+    "uncountable": Uncountable,
     "class": lambda: int,
     "own class": lambda: Unshown,
     "function": lambda: lambda: 1,

@@ -1,11 +1,13 @@
 """Losses of a custom loop."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import phalanx
 from phalanx import RunOptions
-from phalanx.errors import ContextError, InvalidArgumentError
+from phalanx.errors import ContextError, InvalidArgumentError, TraceError
 from phalanx.nn import compute_average_loss, scale_regularization_loss
 
 
@@ -84,6 +86,26 @@ def test_bad_arguments_are_refused(loss, size, match):
     """Typed, with the value."""
     with pytest.raises(InvalidArgumentError, match=match):
         compute_average_loss(np.float32(loss), global_batch_size=size)
+
+
+def test_values_of_other_traces_are_refused():
+    """Also in eager code; `broadcast_to` too."""
+    kept = []
+    jax.jit(lambda x: kept.append(x) or x)(jnp.ones(2))
+    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+    calls = (
+        lambda: compute_average_loss(kept[0], global_batch_size=2),
+        lambda: strategy.run(lambda: scale_regularization_loss(kept[0])),
+        lambda: strategy.extended.broadcast_to(kept[0], "cpu:0"),
+    )
+    for call in calls:
+        with pytest.raises(TraceError, match="a value from another trace.*kept in a list.*\nHINT: return the value"):
+            call()
+
+
+def test_negative_size_in_a_step_is_refused(strategy):
+    with pytest.raises(InvalidArgumentError, match="global_batch_size=-1: must be 0 or more"):
+        strategy.run(lambda: compute_average_loss(jnp.ones(4), global_batch_size=-1))
 
 
 def test_loss_with_other_rows_than_the_batch(strategy):

@@ -50,7 +50,7 @@ def refuse_options(call: str, options: Any, refused: Mapping[str, tuple[str, str
     for name, default in ((f.name, f.default) for f in fields(options) if f.name in refused):
         # Only other values than the default are refused, so that a program which spells out the defaults runs.
         value = getattr(options, name)
-        if value != default:
+        if type(value) is not type(default) or value != default:
             raise InvalidArgumentError(f"{call}({name}={shown(value)})", *refused[name])
 
 

@@ -2,7 +2,7 @@
 """Replaces poolings, convolutions and GELU of Keras by those of `phalanx._src.kernels` in steps for CPUs, where they are faster."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -70,11 +70,13 @@ def _pooling(kernel: Callable[[jax.Array, Windows], jax.Array]) -> Callable[...,
         padding: str = "valid",
         data_format: str | None = None,
     ) -> Any:
-        if _is_for(inputs) and padding in ("same", "valid"):
+        strides = pool_size if strides is None else strides
+        # What Keras refuses is left to it.
+        if _is_for(inputs) and padding in ("same", "valid") and 0 not in _per_dim(strides, inputs.ndim - 2):
             rank = inputs.ndim - 2
             dims = range(2, 2 + rank) if compat.is_channels_first(data_format) else range(1, 1 + rank)
             sizes = _per_dim(pool_size, rank)
-            windows = Windows.over(inputs.shape, dims, sizes, _per_dim(strides or pool_size, rank), padding)
+            windows = Windows.over(inputs.shape, dims, sizes, _per_dim(strides, rank), padding)
             if math.prod(sizes) <= _MOST_PLACES and all(n > 0 for n in windows.counts(inputs.shape)):
                 return kernel(inputs, windows)
         return original(inputs, pool_size, strides, padding, data_format)
@@ -93,7 +95,9 @@ def _convolving(kernel_of: Callable[[jax.Array, jax.Array, Windows], jax.Array |
         dilation_rate: PyTree = 1,
     ) -> Any:
         operands = _windows(inputs, kernel, strides, padding, data_format, dilation_rate)
-        result = None if operands is None or inputs.shape[-1] != kernel.shape[-2] else kernel_of(*operands)
+        result = None
+        if operands is not None and inputs.shape[-1] == kernel.shape[-2] and kernel.shape[-1]:
+            result = kernel_of(*operands)
         return original(inputs, kernel, strides, padding, data_format, dilation_rate) if result is None else result
 
     return convolve
@@ -158,8 +162,8 @@ def _windows(
     return (x, weights, windows) if all(n > 0 for n in windows.counts(x.shape)) else None
 
 
-def _per_dim(value: int | Sequence[int], rank: int) -> tuple[int, ...]:
-    return (value,) * rank if isinstance(value, int) else tuple(value)
+def _per_dim(value: PyTree, rank: int) -> tuple[int, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,) * rank
 
 
 def _normalized(original: Callable[..., Any], layer: keras.Layer, inputs: PyTree) -> Any:

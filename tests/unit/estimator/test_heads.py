@@ -80,6 +80,10 @@ test_options_that_are_refused = refusals(
     (lambda: estimator.BinaryClassHead(thresholds=[2]), ["thresholds=[2]", "between 0 and 1"]),
     (lambda: estimator.BinaryClassHead(thresholds=["a"]), ["thresholds=['a']", "between 0 and 1"]),
     (lambda: estimator.BinaryClassHead(thresholds=0.5), ["thresholds=0.5", "between 0 and 1"]),
+    (lambda: estimator.BinaryClassHead(thresholds=np.array([0.5, 2])), ["thresholds=array", "between 0 and 1"]),
+    (lambda: estimator.EstimatorSpec(mode=np.arange(3)), ["mode=array", "must be one of"]),
+    (lambda: estimator.RunConfig(session_config=np.arange(3)), ["session_config=array", "no session"]),
+    (lambda: estimator.SecondOrStepTimer(every_secs=np.arange(3)), ["every_secs=array", "more than 0 seconds"]),
     (lambda: estimator.BinaryClassHead(loss_fn=3), ["loss_fn=3", "not callable"]),
     (lambda: estimator.BinaryClassHead(weight_column=3), ["weight_column=3", "a name or a numeric column"]),
     (

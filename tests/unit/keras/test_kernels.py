@@ -140,6 +140,15 @@ def test_keras_outside_of_scopes():
     assert "stablehlo.reduce_window" in jax.jit(lambda x: model(x)).lower(X2).as_text()
 
 
+def test_sizes_of_zero_are_those_of_keras(strategy):
+    """Strides of 0 are refused, and a convolution without outputs is empty."""
+    x = jnp.ones((1, 4, 4, 1))
+    with pytest.raises(TypeError, match="strides"):
+        strategy.run(lambda: keras.ops.max_pool(x, 2, 0))
+    empty = strategy.run(lambda: keras.ops.depthwise_conv(x, jnp.ones((2, 2, 1, 0))))
+    assert strategy.experimental_local_results(empty)[0].shape == (1, 3, 3, 0)
+
+
 def test_option_of_another_type():
     with pytest.raises(InvalidArgumentError, match="enabled='no'.*True or False"):
         phalanx.keras.set_cpu_kernels("no")

@@ -13,7 +13,7 @@ import pytest
 from keras import layers
 
 import phalanx
-from phalanx.errors import NestedWriteError, TraceError
+from phalanx.errors import InvalidArgumentError, NestedWriteError, TraceError
 
 X = np.random.default_rng(1).normal(size=(3, 8, 4)).astype("float32")
 
@@ -447,8 +447,33 @@ def test_branches_that_do_not_match():
     """The errors for branches and assignments of different shapes come through, and nothing changes."""
     v = counter()
     step = phalanx.function(lambda: phalanx.cond(v < 9, lambda: (bump(v), jnp.ones(2))[1], lambda: jnp.ones(3)))
-    with pytest.raises(TypeError, match=r"(?s)cond branches must have equal output types.*test_control_flow\.py:\d+"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"(?s)cond branches must have equal output types.*test_control_flow\.py:\d+"
+    ):
         step()
     with pytest.raises(ValueError, match="shape"):
         phalanx.function(lambda: phalanx.scan(lambda c, _: (c, v.assign(jnp.ones(2))), 0.0, None, 2))()
     assert float(v.value) == 0
+
+
+@pytest.mark.parametrize(
+    ("loop", "message"),
+    [
+        (lambda: phalanx.cond(True, lambda: 1.0, lambda: None), "cond.*HINT: functions that return arrays of the same"),
+        (
+            lambda: phalanx.while_loop(lambda x: x > 0, lambda x: x, jnp.ones(2)),
+            "while_loop.*HINT: .*a bool of cond_fun",
+        ),
+        (lambda: phalanx.while_loop(lambda x: x > 0, lambda x: (x, x), 1.0), "while_loop.*HINT: .*a state of body_fun"),
+        (lambda: phalanx.scan(lambda c, x: (None, x), 1.0, jnp.ones(2)), "scan.*HINT: .*a carry like init"),
+        (
+            lambda: phalanx.cond(True, lambda x: x, lambda x: x, {1: 2, "a": 3}),
+            "a nest of type.*HINT: dicts whose keys",
+        ),
+    ],
+    ids=["branches", "condition", "state", "carry", "keys"],
+)
+def test_what_jax_refuses_has_a_hint(call, loop, message):
+    """Outside of steps, and in them."""
+    with pytest.raises(InvalidArgumentError, match=f"(?s){message}"):
+        call(loop)

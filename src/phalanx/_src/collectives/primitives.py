@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 
 from phalanx._src.collectives.accumulation import Divisor, divided, dtype_of, term
 from phalanx._src.collectives.codes import Rounded, coded_sum
+from phalanx._src.mesh.arrays import flattened
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.mesh.values import differs
 from phalanx._src.options import ReduceOp
@@ -87,7 +88,8 @@ def checked_arrays(tree: PyTree) -> PyTree:
         # Copy it, because the next step may be given the array of the variable itself, and donate it.
         return leaf if is_one else jnp.copy(array)
 
-    return jax.tree.map(checked, tree, is_leaf=differs)
+    leaves, structure = flattened(tree, differs)
+    return structure.unflatten(map(checked, leaves))
 
 
 def to_array(value: ArrayLike) -> jax.Array:
@@ -136,7 +138,7 @@ def all_reduce(
       counts: bool scalar. Whether this replica counts. None if all replicas count. If none counts, the result is 0.
       wire_dtype: dtype in which wider floats are sent. None sends them in their own dtype.
     """
-    leaves, structure = jax.tree.flatten(tree, is_leaf=differs)
+    leaves, structure = flattened(tree, differs)
     arrays = [to_array(x) for x in leaves]
     results = [term(op, x) for x in arrays]
     divisor: Divisor = num_replicas

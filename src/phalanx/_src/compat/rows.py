@@ -293,8 +293,10 @@ def _result(original: Callable[..., _R], self: keras.metrics.Metric, *args: PyTr
     if scope is None or not scope.has_share:
         return original(self, *args, **kwargs)
     with scope.across_replicas():
-        result = original(self, *args, **kwargs)
-        return keras.tree.map_structure(lambda x: x.value if isinstance(x, keras.Variable) else x, result)
+        result: _R = keras.tree.map_structure(
+            lambda x: x.value if isinstance(x, keras.Variable) else x, original(self, *args, **kwargs)
+        )
+        return result
 
 
 def _extend_metric(metric: type) -> None:

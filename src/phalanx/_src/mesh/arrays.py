@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Converts host values to arrays that a program accepts. Used for datasets, arguments and assignments."""
 
-import functools
 import math
 import sys
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ from jax.sharding import Sharding
 from jax.typing import ArrayLike
 from numpy.typing import DTypeLike
 
-from phalanx.errors import InputError, shown
+from phalanx.errors import InputError, InvalidArgumentError, shown
 from phalanx.typing import PyTree
 
 # A CPU device uses memory whose address this divides, and copies other memory.
@@ -139,12 +138,30 @@ def to_numpy(value: object, name: str) -> np.ndarray:
         ) from e
 
 
+def flattened(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
+    """Calls `jax.tree.flatten`.
+
+    Raises:
+      InvalidArgumentError: a dict has keys without an order, or another container cannot be taken apart.
+    """
+    try:
+        leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
+    except ValueError as e:
+        raise InvalidArgumentError(
+            f"a nest of type {type(tree).__name__}",
+            f"JAX cannot take it apart: {e}",
+            "dicts whose keys have one type, such as texts",
+        ) from e
+    return leaves, structure
+
+
 def map_named(
     convert: Callable[..., Any], tree: PyTree, name: str, *, is_leaf: Callable[[Any], bool] | None = None
 ) -> PyTree:
     """Returns the pytree of `convert(leaf, name=name)`. The message of an InputError names the leaf."""
+    leaves, structure = flattened(tree, is_leaf)
     try:
-        return jax.tree.map(functools.partial(convert, name=name), tree, is_leaf=is_leaf)
+        return structure.unflatten([convert(leaf, name=name) for leaf in leaves])
     except InputError:
         leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_leaf)
     return [convert(leaf, name=f"{name}{jax.tree_util.keystr(path)}") for path, leaf in leaves]

@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from phalanx._src.cluster.watch import membership, watch
 from phalanx._src.cluster.watch.agreement import READ
-from phalanx._src.mesh.arrays import is_on_cpu, put_shards
+from phalanx._src.mesh.arrays import flattened, is_on_cpu, put_shards
 from phalanx._src.mesh.devices import (
     default_devices,
     device_name,
@@ -302,7 +302,8 @@ class Topology:
     def put_replicated(self, tree: PyTree) -> PyTree:
         """Replicates a pytree of arrays on all devices. All processes must pass the same values."""
         if self.num_workers == 1:
-            return jax.device_put(tree, self.replicated)
+            leaves, structure = flattened(tree)
+            return structure.unflatten(jax.device_put(leaves, self.replicated))
         return jax.tree.map(self._put_on_local_devices, tree)
 
     def take_back(self, values: Sequence[jax.Array]) -> list[jax.Array]:

@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 from numpy.typing import DTypeLike
 from typing_extensions import override
 
-from phalanx._src.mesh.arrays import uncommitted
+from phalanx._src.mesh.arrays import flattened, uncommitted
 from phalanx._src.typed_jax import shape_dtype
 from phalanx.errors import ContextError, InvalidArgumentError
 from phalanx.typing import PyTree
@@ -432,14 +432,14 @@ def first_steps(value: object, count: int) -> PyTree:
 
 
 def flatten(tree: PyTree) -> tuple[list[Any], Any]:
-    """Calls `jax.tree.flatten` with distributed values as leaves."""
-    leaves, structure = jax.tree.flatten(tree, is_leaf=is_distributed)
-    return leaves, structure
+    """Returns what `flattened` does, with distributed values as leaves."""
+    return flattened(tree, is_distributed)
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: PyTree) -> PyTree:
-    """Calls `jax.tree.map` with distributed values as leaves."""
-    return jax.tree.map(fn, tree, is_leaf=is_distributed)
+    """Calls `jax.tree.map` with distributed values as leaves. Raises what `flattened` raises."""
+    leaves, structure = flatten(tree)
+    return structure.unflatten(map(fn, leaves))
 
 
 def _local_components(array: jax.Array | np.ndarray) -> list[Any]:

@@ -78,9 +78,16 @@ def _explanation(error: Exception, *, prints: bool) -> TraceError | None:
             "all shapes in a compiled program are static: they follow from the shapes of its arguments.",
             "jnp.where(mask, x, 0), or jnp.nonzero(mask, size=...)",
         )
-    if isinstance(error, jax.errors.UnexpectedTracerError):
+    if isinstance(error, ValueError) and "sorting pytree dictionary keys" in str(error):
         return TraceError(
-            f"a value from another trace in a traced function{at}",
+            f"a dict whose keys have no order in a traced function{at}",
+            "JAX sorts the keys, and cannot compare these.",
+            "keys of one type, such as texts",
+        )
+    # `device_put` has an error of its own for such a value.
+    if isinstance(error, jax.errors.UnexpectedTracerError) or "JaxprTracer'> is not a valid JAX type" in str(error):
+        return TraceError(
+            f"a value from another trace{at}",
             "the value was kept in a list, an attribute or a global variable while a function was traced, when it had no "
             "number yet.",
             "return the value from the step, or store it in a keras.Variable",

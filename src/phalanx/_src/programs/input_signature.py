@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 
-from phalanx._src.mesh.arrays import as_array, is_array
+from phalanx._src.mesh.arrays import as_array, flattened, is_array
 from phalanx._src.mesh.values import flatten, is_distributed, spec_of
 from phalanx.errors import CallError, InvalidArgumentError, shown
 from phalanx.typing import PyTree
@@ -32,7 +32,7 @@ class Signature:
     """
 
     def __init__(self, fn: Callable[..., Any], specs: Any) -> None:
-        if not isinstance(specs, (list, tuple)) or not all(map(_is_spec, jax.tree.leaves(specs, is_leaf=_is_spec))):
+        if not isinstance(specs, (list, tuple)) or not all(map(_is_spec, flattened(specs, _is_spec)[0])):
             raise InvalidArgumentError(
                 f"input_signature={shown(specs, 80)}",
                 "must be a list with one spec per argument, or a pytree of specs.",

@@ -22,6 +22,7 @@ from phalanx._src.mesh.values import (
     unwrapped,
 )
 from phalanx._src.options import CommunicationOptions, ReduceOp
+from phalanx._src.programs.explain import explained
 from phalanx._src.strategies.reduction import check_components, reduce_leaf
 from phalanx._src.tracing import context
 from phalanx._src.tracing.policy import check_variable, describe
@@ -124,6 +125,7 @@ class StrategyExtended:
         Raises:
           ContextError: called in replica context.
           InvalidArgumentError: `destinations` is not a destination.
+          TraceError: `tensor` was kept from another step.
         """
         context.require_cross_replica(
             "broadcast_to", self._strategy, "use the value directly: the replica function already has it"
@@ -133,7 +135,8 @@ class StrategyExtended:
             primitives.check_arrays(tensor)
         if isinstance(tensor, (int, float, complex)) or innermost() is not None:
             return tensor
-        return self._strategy.replicate(tensor)
+        with explained():
+            return self._strategy.replicate(tensor)
 
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

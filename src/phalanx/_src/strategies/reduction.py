@@ -2,6 +2,7 @@
 """The computation of `Strategy.reduce` and `Strategy.gather` for one leaf, inside a program."""
 
 import math
+import operator
 from collections.abc import Sequence
 from functools import singledispatch
 from typing import Any
@@ -104,14 +105,15 @@ def check_axis(axis: object) -> None:
             raise ReduceOpError(f"axis={shown(axis)}", "must be an integer, a tuple of integers, or None.", "axis=0")
 
 
-def check_dim(axis: object) -> None:
-    """Checks the `axis` argument of `Strategy.gather`.
+def check_dim(axis: object) -> int:
+    """Returns the `axis` argument of `Strategy.gather` as an int.
 
     Raises:
       ReduceOpError: `axis` is not an integer.
     """
     if not arguments.is_integer(axis):
         raise ReduceOpError(f"axis={shown(axis)}", "must be an integer.", "axis=0")
+    return operator.index(axis)
 
 
 def check_components(leaves: Sequence[Any]) -> None:

@@ -139,7 +139,7 @@ class AbstractResults(AbstractStrategy):
           Array([0., 0., 1., 1.], dtype=float32)
         """
         context.require_cross_replica("Strategy.gather", self, "phalanx.get_replica_context().all_gather(value, axis)")
-        check_dim(axis)
+        axis = check_dim(axis)
         check_components(flatten(value)[0])
         leaf = lambda x: gather_leaf(x, axis, self.num_replicas_in_sync)  # noqa: E731
         value = map_leaves(_checked_array, value)

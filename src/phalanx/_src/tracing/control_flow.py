@@ -6,8 +6,8 @@ replica functions, inside `phalanx.function`, and outside programs.
 """
 
 import functools
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import jax
@@ -27,7 +27,7 @@ from phalanx._src.tracing.records import Record, deliver
 from phalanx._src.tracing.scope import LiftScope
 from phalanx._src.tracing.strategy import Update
 from phalanx._src.typed_jax import shape_dtype
-from phalanx.errors import InvalidArgumentError, NestedWriteError, TraceError, arguments, shown
+from phalanx.errors import InvalidArgumentError, NestedWriteError, PhalanxError, TraceError, arguments, shown
 from phalanx.typing import PyTree
 
 
@@ -240,7 +240,7 @@ def scan(  # noqa: PLR0917  (jax.lax.scan's own order)
       The last carry, and the pytree of stacked ys (length, ...).
 
     Raises:
-      InvalidArgumentError: an argument has the wrong type, or `xs` and `length` do not determine one number of steps.
+      InvalidArgumentError: an argument has the wrong type, the carries differ, or `xs` and `length` do not determine one number of steps.
       ReduceOpError: a leaf of `init` or `xs` is not an array of numbers.
 
     Source: jax.lax.scan.
@@ -271,11 +271,30 @@ def scan(  # noqa: PLR0917  (jax.lax.scan's own order)
         (new_state, y), new_values = outer.call(f, values, state, x)
         return (new_state, new_values), y
 
-    (carry, values), ys = lax.scan(
-        body, (init, outer.current_values()), xs, length=length, reverse=reverse, unroll=unroll
-    )
+    with _of_bodies("phalanx.scan(f, init, xs)", "a pair of a carry like init, and y"):
+        (carry, values), ys = lax.scan(
+            body, (init, outer.current_values()), xs, length=length, reverse=reverse, unroll=unroll
+        )
     outer.commit(values)
     return carry, ys
+
+
+@contextmanager
+def _of_bodies(call: str, hint: str) -> Iterator[None]:
+    """Raises an InvalidArgumentError if JAX refuses what bodies return. What they raise themselves was raised when their writes were found.
+
+    Args:
+      call: the call, for the message.
+      hint: what the bodies should return.
+    """
+    try:
+        yield
+    except (PhalanxError, jax.errors.JAXTypeError):
+        raise
+    except TypeError as e:
+        raise InvalidArgumentError(
+            call, f"the functions return values that do not fit: {e}", f"functions that return {hint}"
+        ) from e
 
 
 def _num_steps(xs: PyTree, length: Any) -> int:
@@ -318,7 +337,7 @@ def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any],
       The result of the function that was called.
 
     Raises:
-      InvalidArgumentError: a branch is not callable, or `pred` is not a real scalar.
+      InvalidArgumentError: a branch is not callable, the branches return different structures, or `pred` is not a real scalar.
       ReduceOpError: an operand is not an array of numbers.
 
     Source: jax.lax.cond.
@@ -344,7 +363,11 @@ def cond(pred: Any, true_fun: Callable[..., Any], false_fun: Callable[..., Any],
     outer.discover_writes(true_fun, *operands)
     outer.discover_writes(false_fun, *operands)
     branches = [outer.lift(true_fun), outer.lift(false_fun)]
-    result, values = lax.cond(condition, *branches, outer.current_values(), *operands)
+    with _of_bodies(
+        "phalanx.cond(pred, true_fun, false_fun)",
+        "arrays of the same shapes and dtypes, as lambda: x and lambda: jnp.zeros_like(x)",
+    ):
+        result, values = lax.cond(condition, *branches, outer.current_values(), *operands)
     outer.commit(values)
     return result
 
@@ -361,7 +384,7 @@ def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], i
       The last state.
 
     Raises:
-      InvalidArgumentError: one of the functions is not callable.
+      InvalidArgumentError: one of the functions is not callable, or does not return a bool, or a state like `init_val`.
       ReduceOpError: a leaf of `init_val` is not an array of numbers.
 
     Source: jax.lax.while_loop.
@@ -379,11 +402,13 @@ def while_loop(cond_fun: Callable[[Any], Any], body_fun: Callable[[Any], Any], i
     init_val = primitives.checked_arrays(init_val)
     outer = BodyScope.around()
     outer.discover_writes(body_fun, init_val)
-    state, values = lax.while_loop(
-        lambda s: outer.call(cond_fun, s[1], s[0])[0],
-        lambda s: outer.call(body_fun, s[1], s[0]),
-        (init_val, outer.current_values()),
-    )
+    hint = "a bool of cond_fun, as (x > 0).any(), and a state of body_fun like init_val"
+    with _of_bodies("phalanx.while_loop(cond_fun, body_fun, init_val)", hint):
+        state, values = lax.while_loop(
+            lambda s: outer.call(cond_fun, s[1], s[0])[0],
+            lambda s: outer.call(body_fun, s[1], s[0]),
+            (init_val, outer.current_values()),
+        )
     outer.commit(values)
     return state
 

@@ -12,7 +12,7 @@ import numpy as np
 from jax.tree_util import tree_flatten
 
 from phalanx._src.mesh.arrays import as_number, copied, map_named
-from phalanx._src.mesh.values import ComponentSizes, Mirrored, PerReplica, is_distributed
+from phalanx._src.mesh.values import ComponentSizes, Mirrored, PerReplica, flatten, is_distributed
 from phalanx.errors import InputError, TraceError, shown
 from phalanx.typing import PyTree
 
@@ -126,7 +126,7 @@ class Parts:
         as_array: Callable[[Any], Any] = lambda leaf: None,
         streams: Sequence[AbstractStream] | None = None,
     ) -> None:
-        leaves, tree = tree_flatten(nest, is_distributed)
+        leaves, tree = flatten(nest)
         kinds: list[Any] = []
         arrays: list[Any] = []
         sharded: list[bool] = []
@@ -262,7 +262,7 @@ def _static(leaf: Any) -> _Static:
     """Returns the kind of a leaf that selects the program."""
     try:
         hash(leaf)
-    except TypeError:
+    except Exception:  # Whatever a class of a user raises.
         # `value` keeps the object alive, so no other object can get its id while the program is cached.
         return _Static(type(leaf), id(leaf), leaf)
     return _Static(type(leaf), leaf, leaf)

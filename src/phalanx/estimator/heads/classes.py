@@ -3,7 +3,6 @@
 
 import functools
 from collections.abc import Iterable, Sequence
-from types import NoneType
 from typing import Any, final
 
 import jax
@@ -148,11 +147,11 @@ class BinaryClassHead(_ClassHead):
         name: str | None = None,
     ) -> None:
         super().__init__(2, weight_column, label_vocabulary, loss_reduction, loss_fn, name)
-        if not isinstance(thresholds, (Iterable, NoneType)) or not all(map(_is_fraction, thresholds or ())):
+        if thresholds is not None and not (isinstance(thresholds, Iterable) and all(map(_is_fraction, thresholds))):
             raise InvalidArgumentError(
                 f"thresholds={shown(thresholds)}", "must be numbers between 0 and 1.", "thresholds=[0.5]"
             )
-        self._thresholds = tuple(thresholds or ())
+        self._thresholds = () if thresholds is None else tuple(thresholds)
 
     @property
     @override

@@ -187,7 +187,7 @@ class LoggingTensorHook(SessionRunHook):
             raise InvalidArgumentError(f"tensors={shown(tensors)}", "must be a dict or a list.", '{"loss": loss}')
         # Names in a fixed order, so that the log lines of two runs can be compared.
         named = (
-            sorted(tensors.items())
+            sorted(tensors.items(), key=lambda item: str(item[0]))
             if isinstance(tensors, Mapping)
             else [(_name_of(i, x), x) for i, x in enumerate(tensors)]
         )

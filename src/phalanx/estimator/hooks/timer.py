@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Timers of hooks: every N steps, or every N seconds."""
 
+import numbers
 import time
 from collections.abc import Callable
 from typing import final
@@ -42,7 +43,7 @@ class SecondOrStepTimer:
             )
         if every_steps is not None:
             arguments.integer("every_steps", every_steps)
-        elif every_secs != 0:  # Every step.
+        elif not (isinstance(every_secs, numbers.Real) and every_secs == 0):  # 0 is every step.
             arguments.seconds("every_secs", every_secs)
         self._every_secs, self._every_steps = every_secs, every_steps
         self.reset()

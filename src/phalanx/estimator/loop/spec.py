@@ -110,7 +110,7 @@ class EstimatorSpec:
     prediction_hooks: Iterable[SessionRunHook] | None = ()
 
     def __post_init__(self) -> None:
-        if self.mode not in _MODES:
+        if not isinstance(self.mode, str) or self.mode not in _MODES:
             raise InvalidArgumentError(
                 f"EstimatorSpec(mode={shown(self.mode)})", f"must be one of {_MODES}.", "mode=estimator.ModeKeys.TRAIN"
             )

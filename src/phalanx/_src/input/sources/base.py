@@ -291,7 +291,7 @@ def stack(records: Iterable[Any], size: int) -> Any | None:
     """
     tree, columns = None, []
     for record in itertools.islice(records, size):
-        leaves, other = jax.tree.flatten(record, is_leaf=arrays.is_sparse)
+        leaves, other = arrays.flattened(record, arrays.is_sparse)
         if tree is None:
             tree, columns = other, [_Column(size) for _ in leaves]
         elif other != tree:

@@ -11,7 +11,7 @@ import numpy as np
 from phalanx._src.input.sources.base import AbstractSource, Batching, Facts, stack_leaf
 from phalanx._src.input.sources.batches import BatchSequence, BatchStream, length_of, opener, sizes, stream_of_records
 from phalanx._src.input.sources.records import ArrayRecords, SequenceRecords
-from phalanx._src.mesh.arrays import as_array, is_sparse
+from phalanx._src.mesh.arrays import as_array, flattened, is_sparse
 from phalanx.errors import InputError, shown
 from phalanx.typing import PyTree
 
@@ -101,6 +101,5 @@ def _is_tree(dataset: Any) -> bool:
 
 def _with_arrays(tree: PyTree) -> PyTree:
     """Returns a pytree in which each list is replaced by one array."""
-    return jax.tree.map(
-        lambda x: stack_leaf(x) if isinstance(x, list) else x, tree, is_leaf=lambda x: isinstance(x, list)
-    )
+    leaves, structure = flattened(tree, lambda x: isinstance(x, list))
+    return structure.unflatten(stack_leaf(x) if isinstance(x, list) else x for x in leaves)

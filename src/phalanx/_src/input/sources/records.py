@@ -30,7 +30,7 @@ from phalanx._src.input.sources.base import (
     state_entry,
 )
 from phalanx._src.input.sources.rows import ChosenRows
-from phalanx._src.mesh.arrays import to_host, to_numpy
+from phalanx._src.mesh.arrays import flattened, to_host, to_numpy
 from phalanx._src.options import AutoShardPolicy
 from phalanx.errors import InputError, arguments
 from phalanx.typing import PyTree
@@ -148,8 +148,8 @@ class NumpyDataset(AbstractRows):
     """
 
     def __init__(self, arrays: Any) -> None:
-        leaves = jax.tree.map(_without_lists, arrays, is_leaf=lambda x: isinstance(x, list))
-        self._arrays = to_host(leaves, "the dataset")
+        leaves, structure = flattened(arrays, lambda x: isinstance(x, list))
+        self._arrays = to_host(structure.unflatten(map(_without_lists, leaves)), "the dataset")
         self._rows = num_rows(self._arrays)
 
     def __len__(self) -> int:
