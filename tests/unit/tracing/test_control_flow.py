@@ -473,7 +473,8 @@ def test_branches_that_do_not_match():
     ],
     ids=["branches", "condition", "state", "carry", "keys"],
 )
-def test_what_jax_refuses_has_a_hint(call, loop, message):
+def test_what_jax_refuses_has_a_hint(loop, message):
     """Outside of steps, and in them."""
-    with pytest.raises(InvalidArgumentError, match=f"(?s){message}"):
-        call(loop)
+    for call in (loop, phalanx.function(loop)):
+        with pytest.raises(InvalidArgumentError, match=f"(?s){message}"):
+            call()
