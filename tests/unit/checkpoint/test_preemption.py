@@ -302,6 +302,7 @@ def test_folder_of_a_manager_counts(tmp_path):
     manager = CheckpointManager(Checkpoint(), tmp_path, 1)
     with pytest.raises(InvalidArgumentError, match="a manager saves into its own folder"):
         PreemptionCheckpointHandler(None, manager, tmp_path / "other")
+    PreemptionCheckpointHandler(None, manager, f"{tmp_path}/").close()
 
 
 FIT = """
