@@ -38,8 +38,8 @@ class ReusedArrays:
     """Batches in the same two arrays each time."""
 
     def __iter__(self):
-        x, y = np.empty((125, X.shape[1]), X.dtype), np.empty(125, Y.dtype)
-        for s in slices(125):
+        x, y = np.empty((40, X.shape[1]), X.dtype), np.empty(40, Y.dtype)
+        for s in slices(40):
             x[:], y[:] = X[s], Y[s]
             yield x, y
 
@@ -56,7 +56,7 @@ def make_rows():
 def uneven_batches():
     """A generator function of batches of four sizes, the largest of them not first."""
     start = 0
-    for size in itertools.cycle([60, 144, 9, 300]):
+    for size in itertools.cycle([20, 36, 3, 75]):
         if start >= ROWS:
             return
         yield X[start : start + size], Y[start : start + size]
@@ -99,7 +99,7 @@ def read_arrays(path):
 
 def text_files(folder: Path):
     """One row a line, as numbers."""
-    for i, s in enumerate(slices(60)):
+    for i, s in enumerate(slices(20)):
         lines = (",".join([*map(repr, x.tolist()), str(y)]) for x, y in zip(X[s], Y[s], strict=True))
         (folder / f"{i}.csv").write_text("\n".join(lines) + "\n")
     return phalanx.data.from_files(f"{folder}/*.csv", read_lines)
