@@ -42,6 +42,7 @@ import secrets
 import shutil
 import tempfile
 import threading
+import time
 
 # Processes that tests start run tests/startup/sitecustomize.py, which says why.
 _STARTUP = str(Path(__file__).parent / "startup")
@@ -70,8 +71,12 @@ phalanx.set_virtual_cpu_devices(_DEVICES.count("cpu:") or 8)
 import jax
 import keras
 import pytest
+from tests.waiting import DEADLINE_S
 
 from phalanx import errors
+
+# The collector runs seldom: it takes a tenth of the time otherwise, of the collection of tests too.
+gc.set_threshold(20_000, 20, 20)
 
 if importlib.util.find_spec("tensorboardX"):
     import tensorboardX.event_file_writer  # noqa: F401  (sets an environment variable, which no test may do)
@@ -117,9 +122,8 @@ COMPUTING = ("tests/contract/", "tests/sources/", "tests/estimator/")
 def pytest_collection_modifyitems(config, items):
     """Leaves out what others stand for, and sorts."""
     if not ALL:
-        left_out = [item for item in items if not _is_covering(item)]
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item not in left_out]
+        config.hook.pytest_deselected(items=[item for item in items if not _is_covering(item)])
+        items[:] = filter(_is_covering, items)
     files = dict.fromkeys(map(_file_of, items))
     turns = {
         file: turn for kind in (WAITING, COMPUTING) for turn, file in enumerate(f for f in files if f.startswith(kind))
@@ -150,11 +154,29 @@ if importlib.util.find_spec("xdist"):
         return Scheduling(config, log)
 
 
-def pytest_collection_finish():
-    """Makes the collector run seldom, and not over the objects of JAX and Keras: it takes a tenth of the time otherwise."""
+def _sign(config):
+    """The file by which the first of several processes of pytest says that it has compiled the tests, and whether this is the first."""
+    given = config.workerinput
+    return Path(tempfile.gettempdir()) / f"phalanx-tests-{given['testrunuid']}", given["workerid"] == "gw0"
+
+
+def pytest_collection(session):
+    """One process compiles the test files for all. Compiling them takes as long as everything else that the collection does."""
+    if hasattr(session.config, "workerinput"):
+        sign, is_first = _sign(session.config)
+        deadline = time.monotonic() + DEADLINE_S
+        while not (is_first or sign.exists() or time.monotonic() > deadline):
+            time.sleep(0.05)
+
+
+def pytest_collection_finish(session):
+    """The collector does not run over the objects of JAX and Keras."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(20_000, 20, 20)
+    if hasattr(session.config, "workerinput"):
+        sign, is_first = _sign(session.config)
+        if is_first:
+            sign.touch()
 
 
 def _is_covering(item):
@@ -168,8 +190,10 @@ def _is_covering(item):
     return (values if len(names) > 1 else values[0]) in cells
 
 
-def pytest_unconfigure():
-    """Removes what was compiled for this run alone."""
+def pytest_unconfigure(config):
+    """Removes what was made for this run alone."""
+    if hasattr(config, "workerinput") and _sign(config)[1]:
+        _sign(config)[0].unlink(missing_ok=True)
     if _IS_FIRST and _IS_TEMPORARY:
         shutil.rmtree(os.environ["JAX_COMPILATION_CACHE_DIR"], ignore_errors=True)
 
