@@ -45,7 +45,7 @@ CONTRACT: dict[str, tuple[str, ...]] = {
 }
 """The test files that take their strategies from the table, and the modules that they import besides JAX and Keras."""
 
-_QUICK = {"test_law1_equals_one_device": "test_mlp_trains_like_one_device_every_time"}
+_QUICK = {"test_law1_equals_one_device": "test_mlp_trains_like_one_device"}
 _MEMORY_VARIABLES = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_PREALLOCATE")
 _ABORT_S = 10.0
 

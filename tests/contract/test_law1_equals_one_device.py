@@ -1,8 +1,10 @@
 """Law 1: N replicas on a global batch train like one device on the same batch, and the same way every time."""
 
+import functools
+
 import numpy as np
 import pytest
-from reference_training import MODELS, OPTIMIZERS, Trajectory, batches, per_example, train_on_one_device
+from reference_training import MODELS, OPTIMIZERS, STEPS, Trajectory, batches, per_example, train_on_one_device
 from strategy_table import ROWS, on
 
 import phalanx
@@ -88,13 +90,31 @@ def assert_same_training(strategy, model_name, optimizer_name, sizes, **options)
     return got
 
 
-@pytest.mark.cover(["strategy"], ROWS.keys() - BETWEEN)
-def test_mlp_trains_like_one_device_every_time(strategy):
-    """On batches of which most do not divide. Two trainings from one start have the same bits."""
+def train_mlp(row, train_it) -> Trajectory:
+    """Trains an MLP on batches of which most do not divide."""
+    strategy = ROWS[row]()
     # The mean of replicas that train on their own is the same only if an update is linear in the gradient.
-    optimizer = "adam" if strategy.local_updates is None else "momentum"
-    first = assert_same_training(strategy, "mlp", optimizer, MIXED)
-    second = train(strategy, "mlp", optimizer, MIXED, first.start)
+    return train_it(strategy, "mlp", "adam" if strategy.local_updates is None else "momentum", MIXED)
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A training on each row, compared with one device, which two tests share."""
+    return functools.cache(lambda row: train_mlp(row, assert_same_training))
+
+
+@pytest.mark.cover(["row"], ROWS.keys() - BETWEEN)
+@pytest.mark.parametrize("row", ROWS)
+def test_mlp_trains_like_one_device(trained, row):
+    assert len(trained(row).losses) == STEPS
+
+
+@pytest.mark.cover(["row"], {"mirrored_x8", "sharded_x4", "weighted_x3", "local_sgd_x2"})
+@pytest.mark.parametrize("row", ROWS)
+def test_mlp_trains_the_same_way_every_time(trained, row):
+    """Two trainings from one start have the same bits."""
+    first = trained(row)
+    second = train_mlp(row, functools.partial(train, start=first.start))
     assert [x.tobytes() for x in first.losses] == [x.tobytes() for x in second.losses]
     assert [w.tobytes() for w in first.weights] == [w.tobytes() for w in second.weights]
 
