@@ -105,7 +105,6 @@ jax.devices()
 
 SHARED = {
     "tests/cluster/parameter_server/": "ray",
-    "tests/guide/test_parameter_server_guide.py": "ray",
     "tests/cluster/test_multi_worker.py": "workers",
     "tests/cluster/test_input_of_workers.py": "workers",
     "tests/cluster/test_different_programs.py": "workers",
@@ -114,7 +113,20 @@ SHARED = {
 }
 """The files whose tests share processes for the whole session, and so run in one process of pytest."""
 
-WAITING = ("tests/cluster/", "tests/guide/", "tests/examples/", "tests/docs/")
+ALONE = (
+    "tests/cluster/parameter_server/test_restarts.py",
+    "tests/cluster/parameter_server/test_separate_processes.py",
+)
+"""Those of the same folders that do not: together, the files of parameter servers would end last."""
+
+WAITING = (
+    "tests/cluster/",
+    "tests/guide/",
+    "tests/examples/",
+    "tests/docs/",
+    "src/phalanx/_src/parameter_server/",
+    "src/phalanx/_src/strategies/parameter_server.py",
+)
 COMPUTING = ("tests/contract/", "tests/sources/", "tests/estimator/")
 """Files that wait for processes, and files that keep a core busy, take turns, and begin first: all cores are busy to the end."""
 
@@ -145,6 +157,8 @@ if importlib.util.find_spec("xdist"):
             file = nodeid.partition("::")[0]
             if file == "tests/cluster/test_elastic.py":
                 return nodeid
+            if file in ALONE:
+                return file
             return next((name for start, name in SHARED.items() if file.startswith(start)), file)
 
     @pytest.hookimpl(optionalhook=True)  # xdist may be installed and switched off.
