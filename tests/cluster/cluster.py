@@ -17,7 +17,7 @@ from phalanx._src.launch.plan import free_ports
 
 _HERE = Path(__file__).resolve().parent
 _ROOMS = ("contract", "hub", "sources")
-_OF_THIS_PROCESS = ("NPROC", "PHALANX_CPU_DEVICES", "XLA_FLAGS")
+_OF_THIS_PROCESS = ("NPROC", "PHALANX_CPU_DEVICES")
 _START_S = 300.0
 
 
@@ -76,7 +76,6 @@ class Cluster:
         environment = {k: v for k, v in os.environ.items() if k not in _OF_THIS_PROCESS} | {
             "TF_CONFIG": json.dumps({"cluster": {"worker": addresses}, "task": {"type": "worker", "index": index}}),
             "PYTHONPATH": os.pathsep.join(map(str, (_HERE, *(_HERE.parent / name for name in _ROOMS), *path))),
-            "XLA_FLAGS": "--xla_cpu_collective_call_terminate_timeout_seconds=12",
             **(one_device if self.devices == 1 else {"PHALANX_CPU_DEVICES": str(self.devices)}),
         }
         command = [sys.executable, _HERE / "worker.py", theirs.fileno(), self._tasks]

@@ -229,9 +229,9 @@ def _distributed(
         return distribute(phalanx.data.from_files(f"{folder}/*.npz", _fails_at_zero), batch_size=BATCH)
     if source == "failing generator":
         return distribute(lambda: _fails_in_worker_1(worker))
-    # Worker 0 has the first 900 rows, the others share the rest.
-    edges = np.linspace(900, ROWS, strategy.topology.num_workers).astype(int)
-    own = range(0, 900) if worker == 0 else range(edges[worker - 1], edges[worker])
+    # Worker 0 has the first 180 rows, the others share the rest.
+    edges = np.linspace(180, ROWS, strategy.topology.num_workers).astype(int)
+    own = range(0, 180) if worker == 0 else range(edges[worker - 1], edges[worker])
     functions = {
         "function": lambda c: [_batch(own[i : i + BATCH]) for i in range(0, len(own), BATCH)],
         "failing function": lambda c: _fails_in_worker_1(c.input_pipeline_id),

@@ -38,8 +38,8 @@ class ReusedArrays:
     """Batches in the same two arrays each time."""
 
     def __iter__(self):
-        x, y = np.empty((40, X.shape[1]), X.dtype), np.empty(40, Y.dtype)
-        for s in slices(40):
+        x, y = np.empty((50, X.shape[1]), X.dtype), np.empty(50, Y.dtype)
+        for s in slices(50):
             x[:], y[:] = X[s], Y[s]
             yield x, y
 

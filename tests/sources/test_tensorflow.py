@@ -30,7 +30,7 @@ class TestTensorFlow(SourceLaws):
 
     SOURCES = {
         "batches": batches(lambda _: records().batch(BATCH)),
-        "batches_of_static_shape": batches(lambda _: records().batch(40, drop_remainder=True)),
+        "batches_of_static_shape": batches(lambda _: records().batch(50, drop_remainder=True)),
         "batches_of_unknown_shape": batches(lambda _: from_generator()),
         "dicts": batches(lambda _: tf.data.Dataset.from_tensor_slices({"x": X, "y": Y}).batch(BATCH)),
         "rows": rows(lambda _: records()),
@@ -57,16 +57,16 @@ def test_cardinality_is_that_of_tf_data():
 
 def test_static_batch_dim_needs_no_mask():
     """Where the replicas divide it, no batch can be short."""
-    dataset = strategy_of(2).experimental_distribute_dataset(records().batch(40, drop_remainder=True))
-    assert [x.rows for x, _ in dataset] == [None] * (ROWS // 40)
+    dataset = strategy_of(2).experimental_distribute_dataset(records().batch(50, drop_remainder=True))
+    assert [x.rows for x, _ in dataset] == [None] * (ROWS // 50)
 
 
 def test_static_batch_dim_that_the_replicas_do_not_divide():
     """Every row once, with a mask on every batch."""
-    dataset = strategy_of(3).experimental_distribute_dataset(records().batch(40, drop_remainder=True))
+    dataset = strategy_of(3).experimental_distribute_dataset(records().batch(50, drop_remainder=True))
     got = [np.concatenate([np.asarray(p) for p in y.values]) for _, y in dataset]
     assert np.concatenate(got).tolist() == Y.tolist()
-    assert [len(x) for x in got] == [40] * (ROWS // 40)
+    assert [len(x) for x in got] == [50] * (ROWS // 50)
 
 
 def batches_of(tensor):
