@@ -1,7 +1,6 @@
 """State is never lost: errors and Ctrl-C anywhere leave the weights of the last finished step."""
 
 import functools
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, ops
+from tests import forks
 from twins import (
     CLASSES,
     FIT,
@@ -129,6 +129,6 @@ def test_ctrl_c_keeps_weights_of_last_step(method):
     """A process that gets SIGINT in any of the methods keeps usable weights, those of the last finished step."""
     folder = Path(interrupted.__file__).parent
     command = [sys.executable, "-c", INTERRUPT, method]
-    child = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
+    child = forks.run(command, cwd=folder, capture_output=True, text=True, timeout=600, check=False)
     assert child.returncode == 0, child.stderr[-2000:]
     assert child.stdout.split() == ["interrupted", "equal", "usable"]

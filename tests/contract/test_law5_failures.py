@@ -1,6 +1,6 @@
 """Law 5: a failure anywhere ends in an error, no weight is lost or changed, and training goes on afterwards."""
 
-import subprocess
+import os
 import sys
 
 import jax
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from keras import layers
 from strategy_table import on
+from tests import forks
 
 import phalanx
 from phalanx.errors import CallError, InputError, InvalidArgumentError, NestedWriteError, PhalanxError, TraceError
@@ -364,9 +365,9 @@ def test_callback_that_fails_on_one_replica(monkeypatch):
     """XLA ends a process whose replicas wait for one that failed; it does not hang, and stderr names the culprit."""
     timeouts = "--xla_cpu_collective_call_warn_stuck_timeout_seconds=1"
     timeouts += " --xla_cpu_collective_call_terminate_timeout_seconds=2"
-    monkeypatch.setenv("XLA_FLAGS", timeouts)
+    monkeypatch.setenv("XLA_FLAGS", f"{os.environ['XLA_FLAGS']} {timeouts}")
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
-    done = subprocess.run([sys.executable, "-c", ONE_REPLICA_FAILS], capture_output=True, text=True, timeout=60)
+    done = forks.run([sys.executable, "-c", ONE_REPLICA_FAILS], capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert "replica 1 says no" in done.stderr
     assert not done.stdout

@@ -1,10 +1,10 @@
 """With `jax_enable_x64` numbers keep their 64 bits everywhere: in data, steps, variables, reductions, `fit` and masks."""
 
 import os
-import subprocess
 import sys
 
 import pytest
+from tests import forks
 
 HEADER = """
 import phalanx
@@ -141,6 +141,6 @@ def test_numbers_keep_64_bits(tmp_path, name):
     program = tmp_path / "program.py"
     program.write_text(f"{HEADER}strategy = {STRATEGIES[name]}\n{PROGRAM}")
     environment = os.environ | {"JAX_ENABLE_X64": "1"}
-    done = subprocess.run([sys.executable, program], env=environment, capture_output=True, text=True, timeout=600)
+    done = forks.run([sys.executable, program], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout == "all numbers are equal\n"

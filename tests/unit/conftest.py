@@ -16,14 +16,12 @@ def strategy():
 
 @pytest.fixture
 def run_python():
-    """Runs code in a process of its own, with a deadline, and returns its output."""
+    """Runs code in a process of its own, with a deadline, and returns its output. `start` is `subprocess.run`, or one like it."""
 
-    def run(code, **environment):
+    def run(code, start=subprocess.run, **environment):
         removed = {"XLA_FLAGS", "NPROC", "PHALANX_CPU_DEVICES", "KERAS_BACKEND"}
         env = {k: v for k, v in os.environ.items() if k not in removed} | {"JAX_PLATFORMS": "cpu"} | environment
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300, check=False
-        )
+        done = start([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=300, check=False)
         return done.stdout + done.stderr
 
     return run

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+from tests import forks
 
 import phalanx
 from phalanx.errors import CheckpointError, ContextError, InvalidArgumentError
@@ -120,7 +121,7 @@ def test_last_save_that_fails_ends_the_program_with_an_error(tmp_path, run_pytho
         "os._exit = lambda status: (print('ends with', status, flush=True), exits(0))\n"
         f"phalanx.train.Checkpoint(step=keras.Variable(1)).write({str(tmp_path / 'file' / 'c')!r})\n"
     )
-    assert run_python(code).startswith("ends with 1\nCheckpointError: a checkpoint as ")
+    assert run_python(code, forks.run).startswith("ends with 1\nCheckpointError: a checkpoint as ")
 
 
 @pytest.mark.parametrize("name", ["save", "sync", "save_counter"])

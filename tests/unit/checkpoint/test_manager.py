@@ -6,6 +6,7 @@ import time
 import keras
 import numpy as np
 import pytest
+from tests import forks
 
 from phalanx import train
 from phalanx._src.checkpoint import manager
@@ -172,10 +173,10 @@ def test_two_programs_cannot_save_into_a_folder(tmp_path, checkpoint, run_python
         f"manager = phalanx.train.CheckpointManager(phalanx.train.Checkpoint(step=keras.Variable(1)), {str(tmp_path)!r}, 5)\n"
         "try:\n    manager.save(7)\n    manager.sync()\nexcept phalanx.errors.CheckpointError as e:\n    print(e)\n"
     )
-    assert run_python(code).strip() == ""
+    assert run_python(code, forks.run).strip() == ""
     own.restore_or_initialize()
     own.save(8, options=NOW)
-    told = run_python(code.replace("(7)", "(9)"))
+    told = run_python(code.replace("(7)", "(9)"), forks.run)
     assert f"process {os.getpid()} on " in told
     assert "HINT: use another folder for each program" in told
     assert names(tmp_path) == ["ckpt-7.safetensors", "ckpt-8.safetensors"]

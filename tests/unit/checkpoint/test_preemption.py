@@ -5,7 +5,6 @@ import functools
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -14,6 +13,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
+from tests import forks
 
 import phalanx
 from phalanx._src.cluster.processes import notices
@@ -338,7 +338,7 @@ def fit(*arguments):
     """Runs `fit` in a process of its own, once for each folder."""
     command = [sys.executable, "-c", FIT, *map(str, arguments)]
     environment = os.environ | {"PHALANX_CPU_DEVICES": "2"}
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+    return forks.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ import weakref
 import numpy as np
 import pytest
 from simulation import DEADLINE_S, prefetching, wait_for
+from tests import forks
 
 import phalanx
 from phalanx._src.input.prefetch import readings
@@ -213,7 +214,7 @@ except KeyboardInterrupt:
 def test_ctrl_c_ends_a_hanging_source():
     """It ends the wait for a batch, and the process, though the source hangs."""
     command = [sys.executable, "-c", WAITS_FOR_EVER]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    with forks.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
         try:
             assert child.stdout.readline() == "waits\n"
             child.send_signal(signal.SIGINT)
