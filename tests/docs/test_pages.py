@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -93,7 +92,7 @@ def test_page_runs_and_prints_what_it_says(page, tmp_path):
 def test_readme_shows_what_two_workers_print(tmp_path):
     """`phalanx run --workers 2` with the program of the README's diff prints the lines that the README shows, but for times."""
     (tmp_path / "train.py").write_text(program_after("README.md"), encoding="utf-8")
-    result = subprocess.run(
+    result = forks.run(
         [sys.executable, "-m", "phalanx", "run", "--workers", "2", "train.py"],
         cwd=tmp_path,
         env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "utf-8"},
