@@ -17,6 +17,20 @@ load_ray()
 os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 _MOST = 3
+_FOLDER = Path(__file__).parent
+_DIVIDED = ("test_checkpoints", "test_server_variables", "test_sharded_embedding")
+_RARE = ("test_consistency", "test_estimator", "test_losses", "test_no_hangs")
+"""Files whose strategies have divided variables, and files with strategies that few others use."""
+
+
+def pytest_collection_modifyitems(items):
+    """Files that share a strategy follow each other, so that it is not closed and started again."""
+    places = [place for place, item in enumerate(items) if _FOLDER in item.path.parents]
+    own = sorted(
+        (items[place] for place in places), key=lambda item: (item.path.stem in _RARE) - (item.path.stem in _DIVIDED)
+    )
+    for place, item in zip(places, own, strict=True):
+        items[place] = item
 
 
 class SharedStrategies:
@@ -58,7 +72,7 @@ _strategies = SharedStrategies()
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(nextitem):
     """No process outlives the last of these tests."""
-    if nextitem is None or Path(__file__).parent not in nextitem.path.parents:
+    if nextitem is None or _FOLDER not in nextitem.path.parents:
         _strategies.close()
 
 

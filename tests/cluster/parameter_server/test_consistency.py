@@ -38,6 +38,8 @@ def train_in_halves(strategy, name, *units):
     return model.get_weights(), by_keras(make, OPTIMIZERS[name](), BATCHES).get_weights()
 
 
+# test_servers_on_other_machines has momentum.
+@pytest.mark.cover(["name"], {"adam"})
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_synchronous_training_is_that_of_one_device(synchronous, name):
     """With a staleness of 0."""
