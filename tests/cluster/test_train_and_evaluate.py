@@ -96,6 +96,11 @@ def ended(request, tmp_path_factory):
     return request.param, folder, code, out + err
 
 
+# What holds if nobody dies holds if the evaluator dies too.
+COVERING = pytest.mark.cover(["ended"], {"evaluator", "worker"})
+
+
+@COVERING
 def test_all_processes_end_well(ended):
     """Both workers and the evaluator come to the end of the program."""
     *_, code, printed = ended
@@ -104,6 +109,7 @@ def test_all_processes_end_well(ended):
         assert f"[{task}] ended {task}\n" in printed
 
 
+@COVERING
 def test_trained_as_one_device(ended):
     """The weights are those of one device over the global batches; after a crash, the input begins again."""
     mode, folder, *_ = ended
@@ -116,6 +122,7 @@ def test_trained_as_one_device(ended):
     np.testing.assert_allclose(last.get_tensor("dense/bias"), bias, rtol=1e-5, atol=1e-6)
 
 
+@COVERING
 def test_training_resumes_at_the_last_checkpoint(ended):
     """A group that is started again makes the steps after the last checkpoint, and no earlier one."""
     mode, folder, *_ = ended
@@ -128,6 +135,7 @@ def test_training_resumes_at_the_last_checkpoint(ended):
         assert (first, second) == (list(range(1, 41)), [])
 
 
+@COVERING
 def test_last_checkpoint_is_evaluated(ended):
     """The evaluator has evaluated the last step, whatever died before, and its loss is that of the checkpoint."""
     _, folder, _, printed = ended
@@ -142,6 +150,7 @@ def test_last_checkpoint_is_evaluated(ended):
     np.testing.assert_allclose(served - x.sum(1, keepdims=True), errors, rtol=1e-4, atol=1e-5)
 
 
+@COVERING
 def test_chief_alone_writes_summaries(ended):
     """The training has one event file per start of the chief, with the summaries of the model function."""
     mode, folder, _, printed = ended

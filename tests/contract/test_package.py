@@ -77,6 +77,7 @@ def test_wheel_has_the_command_line(python):
     assert "doctor" in output_of(python, "-m", "phalanx", "--help")
 
 
+@pytest.mark.exhaustive("tests/docs/test_pages.py: the same program, and test_wheel_imports_in_a_new_environment")
 def test_wheel_runs_the_programs_of_the_readme(python, tmp_path):
     """As the README says that they print."""
     (tmp_path / "readme.py").write_text(program_of("README.md"), encoding="utf-8")
