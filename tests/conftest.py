@@ -131,8 +131,15 @@ COMPUTING = ("tests/contract/", "tests/sources/", "tests/estimator/")
 """Files that wait for processes, and files that keep a core busy, take turns, and begin first: all cores are busy to the end."""
 
 
+EXAMPLES = ("ClusterCoordinator", "ParameterServerStrategy", "ShardedVariable")
+"""Classes whose docstrings start a Ray each. Tests in tests/cluster/parameter_server make the same calls with one Ray."""
+
+
 def pytest_collection_modifyitems(config, items):
     """Leaves out what others stand for, and sorts."""
+    for item in items:
+        if item.nodeid.startswith("src/") and item.name.rpartition(".")[2] in EXAMPLES:
+            item.add_marker(pytest.mark.exhaustive("tests/cluster/parameter_server"))
     if not ALL:
         config.hook.pytest_deselected(items=[item for item in items if not _is_covering(item)])
         items[:] = filter(_is_covering, items)
