@@ -6,6 +6,7 @@ import re
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +16,7 @@ from phalanx._src.launch.plan import Machine, Machines, Request, plan
 from phalanx._src.launch.templates import TEMPLATES, kubeflow, kubernetes, slurm
 
 yaml = pytest.importorskip("yaml", reason="PyYAML reads the templates for Kubernetes")
+jsonschema = pytest.importorskip("jsonschema", reason="it compares them with the fields that Kubernetes knows")
 
 AWKWARD = ("--name", "a b", "$HOME", "it's", "{x}", '"q"', "$(NPROC)")
 
@@ -129,14 +131,14 @@ def test_templates_parse_with_any_arguments(write):
     elif write is kubernetes:
         found = yaml.safe_load(text)
         assert (found["apiVersion"], found["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
-        assert found["spec"]["failurePolicy"] == {"maxRestarts": 3}
+        assert found["spec"]["failurePolicy"]["maxRestarts"] == 3
     else:
         runtime, job = yaml.safe_load_all(text)
         assert runtime["apiVersion"] == job["apiVersion"] == "trainer.kubeflow.org/v1alpha1"
         group, kind, name = "trainer.kubeflow.org", "TrainingRuntime", runtime["metadata"]["name"]
         assert job["spec"] == {"runtimeRef": {"apiGroup": group, "kind": kind, "name": name}}
         assert (runtime["kind"], job["kind"]) == ("TrainingRuntime", "TrainJob")
-        assert runtime["spec"]["template"]["spec"]["failurePolicy"] == {"maxRestarts": 3}
+        assert runtime["spec"]["template"]["spec"]["failurePolicy"]["maxRestarts"] == 3
 
 
 def test_jobset_fails_as_a_group():
@@ -156,15 +158,69 @@ def test_jobset_fails_as_a_group():
     assert restart["valueFrom"] == {"fieldRef": {"fieldPath": path}}
 
 
+@pytest.mark.parametrize("target", ["train.py", "true.py", "null.py", "2024.py", "x" * 80 + ".py"])
+@pytest.mark.parametrize("least", [None, 2])
+@pytest.mark.parametrize("write", [kubernetes, kubeflow])
+def test_manifests_have_only_known_fields(write, least, target):
+    """Fields, types and values are those that the API servers accept, whatever the script is called."""
+    schema = yaml.safe_load((Path(__file__).parent / "kubernetes.schema.yaml").read_text())
+    validator = jsonschema.Draft202012Validator(schema)
+    for manifest in yaml.safe_load_all(write(Request(target, AWKWARD, workers=4, least_workers=least), 3)):
+        validator.validate(manifest)
+        manifest["spec"]["typo"] = 1
+        assert not validator.is_valid(manifest)
+
+
+@pytest.mark.parametrize("write", [kubernetes, kubeflow])
+def test_pods_are_restricted_and_keep_checkpoints(write):
+    """A namespace with the Pod Security Standard `restricted` lets them in. They name a volume, and memory that they need."""
+    _, job, _ = job_of(write(Request("train.py", workers=2), 3))
+    pod = job["template"]["spec"]
+    (container,) = pod["containers"]
+    assert (
+        pod["securityContext"].items() >= {"runAsNonRoot": True, "seccompProfile": {"type": "RuntimeDefault"}}.items()
+    )
+    assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+    assert [volume["name"] for volume in pod["volumes"]] == [mount["name"] for mount in container["volumeMounts"]]
+    assert container["resources"]["requests"].keys() == {"cpu", "memory"}
+    assert container["resources"]["limits"] == {"memory": container["resources"]["requests"]["memory"]}
+
+
+@pytest.mark.parametrize("write", [kubernetes, kubeflow])
+@pytest.mark.parametrize(("least", "action"), [(None, "FailJob"), (2, "Ignore")])
+def test_preemptions_are_no_failures(write, least, action):
+    """A drained node, and the exit codes after SIGTERM, use up neither the restarts of the group nor those of the pods."""
+    text = write(Request("train.py", workers=4, least_workers=least), 3)
+    _, job, _ = job_of(text)
+    disrupted = {"action": action, "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
+    ended = {"action": action, "onExitCodes": {"operator": "In", "values": [42, 143]}}
+    assert job["podFailurePolicy"]["rules"] == [disrupted, ended]
+    spec = next(yaml.safe_load_all(text))["spec"]
+    (rule,) = spec.get("template", {"spec": spec})["spec"]["failurePolicy"]["rules"]
+    assert rule["action"] == "RestartJobSetAndIgnoreMaxRestarts"
+    assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+
+
 @pytest.mark.parametrize("write", [kubernetes, kubeflow])
 def test_elastic_pods_start_again_alone(write):
     """A pod that fails ends neither the others nor the job; each runs a launcher, which finds the cluster of pods."""
     text = write(Request("train.py", ("--lr", "1"), workers=4, least_workers=2), 3)
     _, spec, count = job_of(text)
-    assert (count, spec["backoffLimit"], spec["template"]["spec"]["restartPolicy"]) == (4, 100, "OnFailure")
+    assert (count, spec["backoffLimit"], spec["template"]["spec"]["restartPolicy"]) == (4, 100, "Never")
     (container,) = spec["template"]["spec"]["containers"]
-    run = ["phalanx", "run", "--in-cluster", "--workers", "2:4", "--max-restarts", "3", "train.py", "--lr", "1"]
-    assert container["command"] == run
+    restarts = ["--max-restarts", "3", "--grace-seconds", "100"]
+    assert container["command"] == [
+        "phalanx",
+        "run",
+        "--in-cluster",
+        "--workers",
+        "2:4",
+        *restarts,
+        "train.py",
+        "--lr",
+        "1",
+    ]
+    assert spec["template"]["spec"]["terminationGracePeriodSeconds"] > 100
     resolvers = [resolver_of_environment(environ) for environ in pods(text)]
     machines = [Machines.of(r.cluster_spec(), Task(r.task_type, r.task_id)) for r in resolvers]
     first = f"train-{container['name']}-0-0.train:8470"
@@ -173,12 +229,12 @@ def test_elastic_pods_start_again_alone(write):
 
 def test_elastic_script_keeps_the_other_nodes():
     """Neither a launcher that fails nor a lost node ends the step, which is started once."""
-    text = slurm(Request("train.py", workers=4, least_workers=2), 3)
+    text = slurm(Request("train.py", workers=4, least_workers=2), 0)
     assert "#SBATCH --no-kill\n" in text
     (srun,) = [line for line in text.splitlines() if line.startswith("srun")]
     assert "--no-kill --kill-on-bad-exit=0 " in srun
-    assert srun.endswith(" phalanx run --in-cluster --workers 2:4 --max-restarts 3 train.py")
-    assert text.splitlines()[-1] == srun
+    # One restart at least: a machine that was cut off joins the others again.
+    assert srun.endswith(" phalanx run --in-cluster --workers 2:4 --max-restarts 1 --grace-seconds 25 train.py &")
 
 
 @pytest.mark.parametrize("write", TEMPLATES.values())
@@ -206,20 +262,69 @@ def test_name_of_job_follows_script(write, target, is_module, name):
     assert re.fullmatch(r"[a-z]([-a-z0-9]{0,61}[a-z0-9])?", found)
 
 
+@pytest.fixture
+def submitted(tmp_path, environment):
+    """Runs a script for sbatch where `srun` runs the tasks, and `scontrol` writes its arguments to a file."""
+
+    def submitted(request, restarts, source, **variables):
+        (tmp_path / request.target).write_text(source)
+        commands = {"srun": SRUN.format(python=sys.executable), "scontrol": '#!/bin/sh\necho "$@" >> requeued\n'}
+        commands["phalanx"] = f"#!/bin/sh\nexec {sys.executable} {request.target}\n"
+        for name, text in commands.items():
+            (tmp_path / name).write_text(text)
+            (tmp_path / name).chmod(stat.S_IRWXU)
+        (tmp_path / "python").symlink_to(sys.executable)
+        text = slurm(request, restarts)
+        environ = {**environment, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_NTASKS": options(text)["ntasks"]}
+        environ |= {"PYTHONPATH": os.pathsep.join(sys.path), "SLURM_JOB_ID": "7", **variables}
+        done = subprocess.run(
+            ["bash"], input=text, cwd=tmp_path, env=environ, text=True, capture_output=True, timeout=500
+        )
+        requeued = tmp_path / "requeued"
+        return done, requeued.read_text().splitlines() if requeued.exists() else []
+
+    return submitted
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("failures", "restarts", "code"), [(2, 3, 0), (9, 1, 1)])
-def test_script_runs_and_restarts_tasks(tmp_path, environment, failures, restarts, code):
+def test_script_runs_and_restarts_tasks(submitted, failures, restarts, code):
     """The script for sbatch starts the tasks with their arguments, and again until they succeed or may not restart."""
-    (tmp_path / "tell.py").write_text(TELL.format(failures=failures))
-    (tmp_path / "srun").write_text(SRUN.format(python=sys.executable))
-    (tmp_path / "srun").chmod(stat.S_IRWXU)
-    (tmp_path / "python").symlink_to(sys.executable)
-    text = slurm(Request("tell.py", AWKWARD, workers=2), restarts)
-    environ = {**environment, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_NTASKS": options(text)["ntasks"]}
-    environ["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run(["bash"], input=text, cwd=tmp_path, env=environ, text=True, capture_output=True, timeout=500)
-    assert done.returncode == code, done.stderr
+    request = Request("tell.py", AWKWARD, workers=2)
+    done, requeued = submitted(request, restarts, TELL.format(failures=failures))
+    assert (done.returncode, requeued) == (code, []), done.stderr
     found = [json.loads(line) for line in done.stdout.splitlines()]
     ranks = [(0, str(restart)) for restart in range(min(failures, restarts + 1))]
     ranks += [] if code else [(rank, str(failures)) for rank in range(2)]
     assert found == [["worker", rank, restart, list(AWKWARD)] for rank, restart in ranks]
+
+
+USR1 = """
+import os, signal
+from pathlib import Path
+srun = Path(f"/proc/{os.getppid()}/stat").read_text()
+os.kill(int(srun.rpartition(")")[2].split()[1]), signal.SIGUSR1)
+while not os.path.exists("requeued"):
+    pass
+print("restart", os.environ["PHALANX_RESTART"])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "least", "runs", "code", "is_requeued"),
+    [
+        (USR1, None, 2, 0, True),
+        ("raise SystemExit(42)", None, 2, 42, True),
+        ("raise SystemExit(42)", None, 20, 42, False),
+        ("raise SystemExit(76)", 1, 2, 76, True),
+        ("raise SystemExit(3)", 1, 2, 3, False),
+    ],
+    ids=["time is nearly over", "saved", "too often", "machines gone", "failure"],
+)
+def test_script_requeues_its_job(submitted, source, least, runs, code, is_requeued):
+    """Before the time limit, after a save, and when machines are gone, the job waits in the queue again; at most 20 times."""
+    request = Request("train.py", workers=1, least_workers=least)
+    done, requeued = submitted(request, 3, source, SLURM_RESTART_COUNT=str(runs))
+    assert (done.returncode, requeued) == (code, ["requeue 7"] if is_requeued else []), done.stderr
+    assert source != USR1 or done.stdout == "restart 2\n"

@@ -13,6 +13,7 @@ from phalanx._src.launch.output import Sink
 from phalanx._src.launch.plan import ALONE, Machines, ProcessSpec
 from phalanx._src.launch.relay import Relay
 from phalanx._src.launch.signals import Signals
+from phalanx.errors import StartupError
 
 _WORD_S = 2.0
 _IN_PLACE_OF_THE_LOST = Patience(first_pause_s=2.0)
@@ -59,23 +60,31 @@ def run_group(
         with EvaluatorProcess(relay, grace_s, patience or Patience(), say) as evaluator:
             with KeptProcesses(is_wanted=max_restarts > 0 and least_workers is None) as kept:
                 for restart in range(max_restarts + 1):
+                    is_last = restart == max_restarts
                     specs = kept.announce_to(evaluator.split_off(plan(restart)))
-                    if least_workers is None:
-                        group = Group(specs, relay, evaluator.tend)
-                    else:
-                        group = ElasticGroup(
-                            specs,
-                            least_workers,
-                            relay,
-                            patience=_IN_PLACE_OF_THE_LOST,
-                            say=say,
-                            machines=machines,
-                            beside=evaluator.tend,
-                        )
-                    outcome = _run_once(group, relay, grace_s, word_s)
+                    try:
+                        if least_workers is None:
+                            group = Group(specs, relay, evaluator.tend)
+                        else:
+                            group = ElasticGroup(
+                                specs,
+                                least_workers,
+                                relay,
+                                patience=_IN_PLACE_OF_THE_LOST,
+                                say=say,
+                                machines=machines,
+                                beside=evaluator.tend,
+                            )
+                        outcome = _run_once(group, relay, grace_s, word_s)
+                    except StartupError as error:
+                        if not restart or least_workers is None:
+                            raise
+                        # The first machine answered before. A scheduler may have another one.
+                        outcome = Outcome((), relay.ending_signal(), unfinished=f"{error.asked}: {error.found}")
+                        is_last = True
                     if text := report(outcome):
                         say(text)
-                    if not outcome.exit_code or outcome.signal is not None or restart == max_restarts:
+                    if not outcome.exit_code or outcome.signal is not None or is_last:
                         break
                     say(f"The group starts again: {restart + 1} of {max_restarts}.")
             evaluator.finish(is_success=outcome.exit_code == 0)

@@ -2,18 +2,21 @@
 
 import os
 import sys
+from dataclasses import replace
 
 import pytest
 
 from phalanx._src.cluster.connections.secret import TOKEN, new_token
 from phalanx._src.cluster.spec import Task
 from phalanx._src.launch.elastic.group import ElasticGroup
+from phalanx._src.launch.elastic.rendezvous import Rendezvous
 from phalanx._src.launch.evaluator import Patience
 from phalanx._src.launch.outcome import TOO_FEW, Outcome, report
 from phalanx._src.launch.output import Sink
 from phalanx._src.launch.plan import ALONE, Machines, ProcessSpec, free_ports
 from phalanx._src.launch.relay import Relay
 from phalanx._src.launch.signals import Signals
+from phalanx._src.launch.supervise import run_group
 
 pytestmark = pytest.mark.slow
 
@@ -107,3 +110,27 @@ def test_machine_that_never_comes(run):
     assert outcome.exit_code == TOO_FEW, said
     why = "too few workers are left, 1 of at least 2, after 0.1 s without phalanx run on the machines of these tasks: 1"
     assert report(outcome).startswith(f"The training ends before its end: {why}.\n")
+
+
+def test_first_machine_that_does_not_come_back(no_service):
+    """A launcher whose restart finds no first machine any more has the exit code of that, and does not try again."""
+    machines = Machines(1, 2, f"127.0.0.1:{free_ports(1)[0]}")
+    environment = {**os.environ, TOKEN: new_token(), "PHALANX_START_TIMEOUT_S": "0.3"}
+    spec = ProcessSpec(Task("worker", 0), (sys.executable, "-c", "raise SystemExit(3)"), environment)
+    rendezvous = Rendezvous(2, environment, lambda *_: None, lambda _: None, replace(machines, index=0))
+    rendezvous.start()
+
+    def plan(restart):
+        if restart:
+            rendezvous.end()
+        return [spec]
+
+    said = []
+    with open(os.devnull, "wb", buffering=0) as nowhere:
+        sink = Sink(nowhere.fileno())
+        outcome = run_group(plan, max_restarts=3, least_workers=2, machines=machines, sink=sink, say=said.append)
+    assert outcome.exit_code == TOO_FEW, said
+    assert said[-2] == "The group starts again: 1 of 3."
+    assert said[-1].startswith(
+        f"The training ends before its end: the rendezvous at {machines.address}: machine 1 could"
+    )
