@@ -186,6 +186,15 @@ def test_doctor_of_a_cluster_with_a_missing_peer(phalanx):
     assert hint.startswith("HINT: look at the output of the missing processes")
 
 
+def test_doctor_names_a_launcher_without_addresses(phalanx):
+    """Instead of trying two processes of its own in each of those that mpirun has started."""
+    done = phalanx("doctor", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2")
+    assert done.returncode == 2
+    launch = "Open MPI has started 2 processes (OMPI_COMM_WORLD_SIZE), and this is rank 1 (OMPI_COMM_WORLD_RANK)"
+    assert done.err.startswith(f"phalanx: {launch}: nothing tells it the addresses of the others, so each would train")
+    assert "HINT: phalanx.MultiWorkerMirroredStrategy(" in done.err
+
+
 def test_doctor_finds_a_port_in_use(phalanx):
     """The port of the first worker is taken: said before anybody waits. An evaluator needs no worker and no port."""
     with socket.create_server(("127.0.0.1", 0)) as other:

@@ -42,8 +42,12 @@ def test_all_is_well():
             checkup.judge_sum(1.0, 2, 0.001),
             "FAIL all-reduce: the sum of ones over 2 replicas is 1.\nHINT: report a bug, with the output of phalanx env --json",
         ),
+        (
+            checkup.judge_failure(RuntimeError("gloo: connection timed out\n  at tcp/pair.cc")),
+            "FAIL all-reduce: gloo: connection timed out\nHINT: let the machines reach each other at all TCP ports",
+        ),
     ],
-    ids=["versions", "missing package", "clocks", "shared folder", "sum"],
+    ids=["versions", "missing package", "clocks", "shared folder", "sum", "no connection"],
 )
 def test_what_fails_is_named(check, said):
     assert str(check).startswith(said)

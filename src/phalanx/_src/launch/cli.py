@@ -17,6 +17,7 @@ from typing_extensions import override
 from phalanx._src.cluster.connections.secret import TOKEN, new_token
 from phalanx._src.cluster.resolvers.base import ClusterResolver
 from phalanx._src.cluster.resolvers.environment import resolver_of_environment
+from phalanx._src.cluster.resolvers.launchers import lone_task
 from phalanx._src.cluster.spec import ClusterSpec, Task, is_unlisted, leader
 from phalanx._src.cluster.watch.pace import REPORT
 from phalanx._src.cluster.watch.profiles import PROFILE, Span, clear, merge
@@ -25,7 +26,7 @@ from phalanx._src.launch.misplaced import misplaced, warning_of
 from phalanx._src.launch.plan import ALONE, Machine, Machines, Request, free_ports, plan
 from phalanx._src.launch.supervise import run_group
 from phalanx._src.launch.templates import TEMPLATES
-from phalanx.errors import InvalidArgumentError, PhalanxError
+from phalanx.errors import ClusterSourceError, InvalidArgumentError, PhalanxError
 
 _NO_CLUSTER = """Nothing here describes a cluster: this process is alone.
 HINT: phalanx run --workers 2 train.py    starts one on this machine
@@ -215,14 +216,18 @@ def doctor(shared: str | None, timeout_seconds: float) -> None:
     """Starts the cluster that the environment describes and checks it. Prints PASS, or FAIL and a HINT, per check.
 
     Run it in all processes of the cluster at the same time, for example with srun. Without a cluster description, it tries
-    two processes on this machine. It checks ports, the roll call, an all-reduce, versions, clocks and a shared folder. The
-    exit code is 0 if all checks pass.
+    two processes on this machine. It checks names, proxies, the port, the roll call, an all-reduce, addresses, versions,
+    clocks and a shared folder. The exit code is 0 if all checks pass.
     """
     arguments = ["--timeout-s", str(timeout_seconds), *(["--shared", shared] if shared else [])]
     with _errors_told():
         resolver = resolver_of_environment(os.environ)
         if resolver is not None and resolver.cluster_spec():
             code = _child("phalanx._src.tools.doctor", arguments)
+        elif lone := lone_task(os.environ):
+            raise ClusterSourceError(
+                lone.launch, "nothing tells it the addresses of the others, so each would train alone.", lone.hint
+            )
         else:
             click.echo("Nothing here describes a cluster: trying two processes on this machine.")
             request = Request("phalanx._src.tools.doctor", tuple(arguments), is_module=True, workers=2)

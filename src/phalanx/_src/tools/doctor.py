@@ -3,19 +3,17 @@
 
 import argparse
 import json
-import os
 import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx._src.cluster.connections.listener import listen
 from phalanx._src.cluster.resolvers.base import ClusterResolver
 from phalanx._src.cluster.resolvers.environment import resolver_of_environment
 from phalanx._src.cluster.resolvers.tf_config import TFConfigClusterResolver
@@ -24,49 +22,12 @@ from phalanx._src.options import CommunicationOptions
 from phalanx._src.runtime.bootstrap import print_on_chief
 from phalanx._src.strategies.multi_worker import MultiWorkerMirroredStrategy
 from phalanx._src.tools.env import versions
+from phalanx._src.tools.network import Check, check_network, judge_addresses, own_address
 from phalanx.errors import PhalanxError
 
 _ALLOWED_SKEW_S = 5.0
 _VISIBLE_WITHIN_S = 5.0
 _MESSAGE_BYTES = 1 << 13
-
-
-@dataclass(frozen=True)
-class Check:
-    """The result of one check.
-
-    Args:
-      name: what was checked.
-      is_passed: whether the check passed.
-      finding: the result, as a sentence.
-      hint: what to do if the check failed.
-
-    Example:
-      >>> print(Check("clocks", False, "rank 1 is 60 s ahead.", "start chronyd"))
-      FAIL clocks: rank 1 is 60 s ahead.
-      HINT: start chronyd
-    """
-
-    name: str
-    is_passed: bool
-    finding: str
-    hint: str = ""
-
-    def __str__(self) -> str:
-        line = f"{'PASS' if self.is_passed else 'FAIL'} {self.name}: {self.finding}"
-        return line if self.is_passed else f"{line}\nHINT: {self.hint}"
-
-
-def check_port(address: str) -> Check:
-    """Checks that this process can listen at an address, given as "host:port"."""
-    try:
-        listen(address).close()
-    except OSError as e:
-        hint = "end the process that uses the port, or set the address to a name of this machine and a free port"
-        return Check(
-            "port", False, f"rank 0 cannot listen at {address}: {os.strerror(e.errno) if e.errno else e}.", hint
-        )
-    return Check("port", True, f"rank 0 can listen at {address}.")
 
 
 def judge_versions(of_ranks: Sequence[Mapping[str, str]]) -> Check:
@@ -130,6 +91,12 @@ def judge_sum(total: float, replicas: int, seconds: float) -> Check:
     return Check("all-reduce", True, f"{replicas} replicas, {1000 * seconds:.1f} ms.")
 
 
+def judge_failure(error: Exception) -> Check:
+    """Returns the check of processes that have met, but could not exchange data."""
+    hint = "let the machines reach each other at all TCP ports, in the firewall and in the network policy"
+    return Check("all-reduce", False, str(error).partition("\n")[0], hint)
+
+
 def main(arguments: Sequence[str]) -> int:
     """Runs all checks in this process. The chief prints the results and returns 1 if a check failed."""
     parser = argparse.ArgumentParser()
@@ -138,10 +105,8 @@ def main(arguments: Sequence[str]) -> int:
     args = parser.parse_args(arguments)
     try:
         resolver = resolver_of_environment() or TFConfigClusterResolver()
-        if (port := _port_of_chief(resolver)) is not None:
-            print(port, flush=True)
-            if not port.is_passed:
-                return 1
+        if not _is_network_right(resolver):
+            return 1
         options = CommunicationOptions(timeout_seconds=args.timeout_s)
         strategy = MultiWorkerMirroredStrategy(resolver, options)
     except PhalanxError as e:
@@ -150,19 +115,28 @@ def main(arguments: Sequence[str]) -> int:
     workers = strategy.topology.num_workers
     met = "this is an evaluator, which joins nobody." if _is_evaluator(resolver) else f"{workers} processes have met."
     print_on_chief(Check("roll call", True, met), flush=True)
-    checks = [_all_reduce(strategy), *_together(strategy, args.shared)]
+    addresses = addresses_of_workers(resolver.cluster_spec()) if workers > 1 else []
+    try:
+        checks = [_all_reduce(strategy), *_together(strategy, addresses, args.shared)]
+    except (PhalanxError, jax.errors.JaxRuntimeError) as e:
+        print(judge_failure(e), flush=True)
+        return 1
     print_on_chief(*checks, sep="\n", flush=True)
     # Only the chief fails: the launcher ends all processes after a failure, perhaps before the chief has printed.
     return int(strategy.topology.worker_index == 0 and not all(check.is_passed for check in checks))
 
 
-def _port_of_chief(resolver: ClusterResolver) -> Check | None:
-    """Checks in the first process that it can listen at its address. Returns None in the other processes."""
+def _is_network_right(resolver: ClusterResolver) -> bool:
+    """Whether this process passes the checks before it meets the others. The first process prints all, the others those that failed."""
     spec = resolver.cluster_spec()
     if not spec or resolver.task_type is None or resolver.task_id is None or _is_evaluator(resolver):
-        return None
+        return True
     rank = id_in_cluster(spec, Task(resolver.task_type, resolver.task_id))
-    return None if rank else check_port(addresses_of_workers(spec)[0])
+    checks = check_network(addresses_of_workers(spec), rank)
+    for check in checks:
+        if rank == 0 or not check.is_passed:
+            print(check, flush=True)
+    return all(check.is_passed for check in checks)
 
 
 def _is_evaluator(resolver: ClusterResolver) -> bool:
@@ -177,11 +151,13 @@ def _all_reduce(strategy: MultiWorkerMirroredStrategy) -> Check:
     return judge_sum(total, strategy.num_replicas_in_sync, time.perf_counter() - started_s)
 
 
-def _together(strategy: MultiWorkerMirroredStrategy, shared: str | None) -> list[Check]:
+def _together(strategy: MultiWorkerMirroredStrategy, addresses: Sequence[str], shared: str | None) -> list[Check]:
     """Runs the checks that compare the states of all processes."""
     tell = _teller(strategy)
-    of_ranks = tell({"versions": versions(), "token": secrets.token_hex(8)})
+    of_ranks = tell({"versions": versions(), "token": secrets.token_hex(8), "address": own_address(addresses)})
     checks = [judge_versions([own["versions"] for own in of_ranks])]
+    if (network := judge_addresses(addresses, [own["address"] for own in of_ranks])) is not None:
+        checks.insert(0, network)
     # This call, compiled by now, aligns the processes, so that all read their clocks at nearly the same time.
     tell({})
     started_s = time.perf_counter()

@@ -9,7 +9,8 @@ from contextlib import suppress
 
 from phalanx._src.cluster.spec import host_and_port
 
-_PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
+PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
+"""The variables that name a proxy for gRPC, the strongest first."""
 _EXCEPTIONS = ("no_grpc_proxy", "no_proxy", "NO_PROXY")
 
 
@@ -31,10 +32,10 @@ def host_for_others(connections: Iterable[socket.socket], addresses: Sequence[st
     """
     hosts = [str(connection.getsockname()[0]) for connection in connections]
     far = [address for address in addresses if not is_loopback(address)]
-    return next((host for host in [*hosts, *_routes(far)] if not far or not _is_local(host)), hosts[0])
+    return next((host for host in [*hosts, *routes(far)] if not far or not _is_local(host)), hosts[0])
 
 
-def _routes(addresses: Iterable[str]) -> Iterable[str]:
+def routes(addresses: Iterable[str]) -> Iterable[str]:
     """Yields the address of this machine from which messages to each of the others would come. Sends nothing."""
     for address in addresses:
         with suppress(OSError):
@@ -49,7 +50,7 @@ def bypass_proxies(addresses: Iterable[str], environment: MutableMapping[str, st
 
     gRPC sends even 127.0.0.1 through a proxy. The variable that this sets is read by gRPC only.
     """
-    if any(environment.get(name) for name in _PROXIES):
+    if any(environment.get(name) for name in PROXIES):
         known = next((environment[name] for name in _EXCEPTIONS if environment.get(name)), "")
         hosts = [*filter(None, known.split(",")), *(host_and_port(address)[0] for address in addresses)]
         environment["no_grpc_proxy"] = ",".join(dict.fromkeys(hosts))
