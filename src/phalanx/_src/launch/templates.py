@@ -39,7 +39,7 @@ def kubernetes(request: Request, max_restarts: int) -> str:
     """Returns a JobSet for `kubectl apply` that runs the request with one worker per pod.
 
     Example:
-      >>> print(kubernetes(Request("train.py", workers=2), max_restarts=0).splitlines()[7])
+      >>> print(kubernetes(Request("train.py", workers=2), max_restarts=0).splitlines()[6])
         name: "train"
     """
     return _on_pods("jobset.yaml", request, max_restarts, job="worker")
@@ -49,7 +49,7 @@ def kubeflow(request: Request, max_restarts: int) -> str:
     """Returns a TrainJob of Kubeflow Trainer, with its runtime, for `kubectl apply`, with one worker per pod.
 
     Example:
-      >>> print(kubeflow(Request("train.py", workers=2), max_restarts=0).splitlines()[5])
+      >>> print(kubeflow(Request("train.py", workers=2), max_restarts=0).splitlines()[4])
       kind: TrainingRuntime
     """
     # Kubeflow Trainer looks for a job and a container of this name.
