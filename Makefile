@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 DEMO_INSTALLED := .venv/.demo-installed
 
-.PHONY: help demo demo-crash demo-multi-worker demo-ps pictures test-fast test test-all draws mutants test-hub test-sources test-topologies test-oldest test-newest coverage coverage-no-jax bench gpu soak check docs dist clean
+.PHONY: help demo demo-crash demo-multi-worker demo-ps pictures test-fast test test-all draws mutants test-hub test-slurm test-sources test-topologies test-oldest test-newest coverage coverage-no-jax bench gpu soak check docs dist clean
 
 help: ## list these targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
@@ -50,6 +50,11 @@ test-hub: .venv-hub/.installed ## train models of KerasHub under strategies, in 
 
 test-sources: .venv-sources/.installed ## run the tests of TensorFlow, torch and Hugging Face datasets, in an environment of their own
 	.venv-sources/bin/python -m pytest -q tests/sources tests/docs/test_pages.py::test_tensorflow_program_prints_the_same
+
+# Not in `make test`: it needs root, and installs packages of Debian or Ubuntu.
+test-slurm: $(INSTALLED) ## install Slurm, start three nodes of it on this machine, and run the scripts of `phalanx run --print slurm`
+	which slurmctld sbatch munged ip > /dev/null || { apt-get update && apt-get install --yes slurm-wlm munge iproute2; }
+	PHALANX_TEST_SLURM=1 $(BIN)/python -m pytest -q tests/slurm
 
 test-topologies: .venv-topologies/.installed ## compile steps of every strategy for TPUs and GPUs that are not here
 	JAX_PLATFORMS=cpu CUDA_VISIBLE_DEVICES=-1 XLA_FLAGS=--xla_gpu_autotune_level=0 .venv-topologies/bin/python -m pytest -q tests/topologies
