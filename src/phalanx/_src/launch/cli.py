@@ -23,7 +23,9 @@ from phalanx._src.cluster.watch.pace import REPORT
 from phalanx._src.cluster.watch.profiles import PROFILE, Span, clear, merge
 from phalanx._src.launch.evaluator import Patience
 from phalanx._src.launch.misplaced import misplaced, warning_of
-from phalanx._src.launch.plan import ALONE, Machine, Machines, Request, free_ports, plan
+from phalanx._src.launch.nodes import AbstractNodes, ThisNode
+from phalanx._src.launch.plan import ALONE, Machines, Request
+from phalanx._src.launch.ray_nodes import RayNodes
 from phalanx._src.launch.supervise import run_group
 from phalanx._src.launch.templates import TEMPLATES
 from phalanx.errors import ClusterSourceError, InvalidArgumentError, PhalanxError
@@ -84,6 +86,11 @@ def main() -> None:
     is_flag=True,
     help="Run this command on each machine of the cluster that the environment describes. --workers MIN:MAX counts those of all.",
 )
+@click.option(
+    "--ray",
+    metavar="ADDRESS",
+    help="Place the workers on the nodes of this Ray cluster (host:port, or auto), with a share of their cores and GPUs.",
+)
 @click.option("--devices-per-worker", type=int, help="Devices per process.  [default: 1; its share of the GPUs]")
 @click.option("--evaluator", is_flag=True, help="Start one more process, which evaluates what the workers save.")
 @click.option(
@@ -124,6 +131,7 @@ def run(
     template: str | None,
     workers: str,
     in_cluster: bool,
+    ray: str | None,
     report: bool,
     profile: str | None,
     profile_folder: str,
@@ -161,28 +169,34 @@ def run(
                 )
             click.echo(TEMPLATES[template](request, max_restarts), nl=False)
             return
+        if ray and in_cluster:
+            raise InvalidArgumentError(
+                f"--ray {ray} with --in-cluster",
+                "one launcher starts all workers on Ray's nodes.",
+                "leave out --in-cluster",
+            )
         request.check_script()
         _warn_of_misplaced(request)
-        environment, machines = (dict(os.environ), _machines(request)) if in_cluster else (_environment(), ALONE)
+        environment = dict(os.environ) if in_cluster else _environment()
         if report:
             environment[REPORT] = "1"
         span = profile and Span.parse(profile, Path(profile_folder).absolute())
         if span:
             clear(span.folder)
             environment[PROFILE] = str(span)
-        local_request = request.on(machines)
-        machine = Machine.this(environment)
-        outcome = run_group(
-            lambda restart: plan(
-                local_request, machine, environment, free_ports(local_request.workers), restart=restart
-            ),
-            max_restarts=max_restarts,
-            least_workers=least,
-            machines=machines,
-            grace_s=grace_seconds,
-            patience=Patience(evaluator_grace_seconds),
-            say=lambda text: click.echo(text, err=True),
-        )
+        machines = _machines(request) if in_cluster else ALONE
+        nodes: AbstractNodes = RayNodes(ray, request, environment) if ray else ThisNode(request, environment, machines)
+        with nodes:
+            outcome = run_group(
+                nodes.plan,
+                max_restarts=max_restarts,
+                least_workers=least,
+                machines=nodes.machines,
+                start=nodes.start,
+                grace_s=grace_seconds,
+                patience=Patience(evaluator_grace_seconds),
+                say=lambda text: click.echo(text, err=True),
+            )
         if span:
             trace_path = merge(span.folder)
             said = (
@@ -231,12 +245,8 @@ def doctor(shared: str | None, timeout_seconds: float) -> None:
         else:
             click.echo("Nothing here describes a cluster: trying two processes on this machine.")
             request = Request("phalanx._src.tools.doctor", tuple(arguments), is_module=True, workers=2)
-            environment = _environment()
-            machine = Machine.this(environment)
-            code = run_group(
-                lambda restart: plan(request, machine, environment, free_ports(2), restart=restart),
-                say=lambda _: None,  # The checks print their own lines.
-            ).exit_code
+            # The checks print their own lines.
+            code = run_group(ThisNode(request, _environment()).plan, say=lambda _: None).exit_code
     sys.exit(1 if code else 0)
 
 

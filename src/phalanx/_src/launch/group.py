@@ -11,11 +11,15 @@ from phalanx._src.cluster.processes.guard import Guard
 from phalanx._src.launch.outcome import Ending
 from phalanx._src.launch.output import Stream
 from phalanx._src.launch.plan import ProcessSpec
-from phalanx._src.launch.processes import WorkerProcess, guard, strays, tell_all
+from phalanx._src.launch.processes import AbstractWorkerProcess, WorkerProcess, guard, strays, tell_all
 from phalanx._src.launch.relay import LONGEST_WAIT_S, TICK_S, Relay
 from phalanx.errors import StartupError
 
 _DRAIN_S = 1.0
+
+
+Start = Callable[[ProcessSpec, str, float], AbstractWorkerProcess]
+"""Starts a process. It gets the mark of the group, and the time at which the group was started."""
 
 
 class Group:
@@ -25,14 +29,21 @@ class Group:
       specs: the processes to start.
       relay: forwards their output.
       beside: function to call again and again while the group runs and ends, to look after other processes.
+      start: starts a process.
     """
 
-    def __init__(self, specs: Sequence[ProcessSpec], relay: Relay, beside: Callable[[], None] = lambda: None) -> None:
-        self._specs, self._relay, self._beside = specs, relay, beside
+    def __init__(
+        self,
+        specs: Sequence[ProcessSpec],
+        relay: Relay,
+        beside: Callable[[], None] = lambda: None,
+        start: Start = WorkerProcess,
+    ) -> None:
+        self._specs, self._relay, self._beside, self._start_process = specs, relay, beside, start
         self._mark = secrets.token_hex(16)
         self._started_s = time.monotonic()
         self._told_s: float | None = None
-        self._workers: list[WorkerProcess] = []
+        self._workers: list[AbstractWorkerProcess] = []
         self._guard: Guard | None = None
 
     @property
@@ -102,10 +113,10 @@ class Group:
         """Returns how the processes ended, once all have."""
         return tuple(worker.ending() for worker in self._workers)
 
-    def _started(self, spec: ProcessSpec) -> WorkerProcess:
+    def _started(self, spec: ProcessSpec) -> AbstractWorkerProcess:
         """Starts a process, and returns it."""
         try:
-            process = WorkerProcess(spec, self._mark, self._started_s)
+            process = self._start_process(spec, self._mark, self._started_s)
         except OSError as error:
             raise StartupError(
                 f"the command of {spec.name}: {' '.join(spec.argv)}", f"cannot be started: {error}."
@@ -113,7 +124,7 @@ class Group:
         self._relay.add(process.streams)
         return process
 
-    def _alive(self) -> list[WorkerProcess]:
+    def _alive(self) -> list[AbstractWorkerProcess]:
         return [worker for worker in self._workers if worker.is_alive]
 
     def _turn(self, timeout_s: float) -> None:

@@ -179,7 +179,13 @@ class ProcessSpec:
 
 
 def plan(
-    request: Request, machine: Machine, environment: Mapping[str, str], ports: Sequence[int], *, restart: int = 0
+    request: Request,
+    machine: Machine,
+    environment: Mapping[str, str],
+    ports: Sequence[int],
+    *,
+    hosts: Sequence[str] | None = None,
+    restart: int = 0,
 ) -> list[ProcessSpec]:
     """Returns the processes to start: the workers and, if the request has one, the evaluator.
 
@@ -191,6 +197,7 @@ def plan(
       machine: the cores and GPUs that the workers share.
       environment: environment of the launcher.
       ports: one port per worker.
+      hosts: one host per worker. None for this machine.
       restart: how often the group was started before.
 
     Raises:
@@ -203,7 +210,8 @@ def plan(
       >>> print(second.environment["TF_CONFIG"])
       {"cluster": {"worker": ["127.0.0.1:4001", "127.0.0.1:4002"]}, "task": {"type": "worker", "index": 1}}
     """
-    spec = ClusterSpec({JOB: [f"{LOOPBACK}:{port}" for port in ports]})
+    hosts = hosts or [LOOPBACK] * len(ports)
+    spec = ClusterSpec({JOB: [f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)]})
     devices = _device_settings(request, machine, environment)
     settings = [({**device, **environment, **_gpus_of(device)}, Task(JOB, rank)) for rank, device in enumerate(devices)]
     if request.evaluator:

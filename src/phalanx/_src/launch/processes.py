@@ -2,12 +2,16 @@
 """Starts the processes of a group, and signals them and all processes that they have started."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import final
+
+from typing_extensions import override
 
 from phalanx._src.cluster.processes.guard import Guard, marked
 from phalanx._src.launch.outcome import Ending
@@ -18,9 +22,53 @@ MARK = "PHALANX_LAUNCH"
 """The variable that marks the processes of a group, which end with it."""
 
 
+class AbstractWorkerProcess(ABC):
+    """A process of a group.
+
+    Attributes:
+      spec: what was started.
+      streams: its output and its error stream.
+    """
+
+    spec: ProcessSpec
+    streams: list[Stream]
+
+    @property
+    @abstractmethod
+    def pid(self) -> int | None:
+        """The id of the process. None before it has started."""
+
+    @property
+    @abstractmethod
+    def groups(self) -> list[int]:
+        """Its process group, if that is one of this machine."""
+
+    @property
+    @abstractmethod
+    def is_alive(self) -> bool:
+        """Whether the process is running. Records its exit code and end time once it has ended."""
+
+    @property
+    @abstractmethod
+    def has_failed(self) -> bool:
+        """Whether the process has ended with an exit code other than 0."""
+
+    @abstractmethod
+    def tell(self, number: int) -> None:
+        """Sends a signal to the process and its group."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """Kills the process and its group, as if it had failed."""
+
+    @abstractmethod
+    def ending(self) -> Ending:
+        """Returns how the process ended."""
+
+
 @final
-class WorkerProcess:
-    """A process in a session of its own, so that signals reach its child processes too."""
+class WorkerProcess(AbstractWorkerProcess):
+    """A process of this machine in a session of its own, so that signals reach its child processes too."""
 
     def __init__(self, spec: ProcessSpec, mark: str, started_s: float) -> None:
         self.spec, self._started_s = spec, started_s
@@ -45,31 +93,39 @@ class WorkerProcess:
         self._is_told = self._is_stopped = False
 
     @property
+    @override
     def pid(self) -> int:
-        """The id of the process and of its process group."""
         return self._process.pid
 
     @property
+    @override
+    def groups(self) -> list[int]:
+        return [self.pid]
+
+    @property
+    @override
     def is_alive(self) -> bool:
-        """Whether the process is running. Records its exit code and end time once it has ended."""
         if self._after_s is None and self._process.poll() is not None:
             self._after_s = time.monotonic() - self._started_s
         return self._after_s is None
 
     @property
+    @override
     def has_failed(self) -> bool:
-        """Whether the process has ended with an exit code other than 0."""
         return bool(self._process.returncode)
 
+    @override
     def tell(self, number: int) -> None:
-        """Sends a signal to the process and its group."""
         if not self._is_told:
             self._is_told, self._is_stopped = True, _is_stopped(self.pid)
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.pid, number)
+        self._signal(number)
 
+    @override
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    @override
     def ending(self) -> Ending:
-        """Returns how the process ended."""
         return Ending(
             self.spec.name,
             self._process.returncode,
@@ -79,19 +135,23 @@ class WorkerProcess:
             last=tuple(self._kept),
         )
 
+    def _signal(self, number: int) -> None:
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, number)
 
-def guard(workers: Sequence[WorkerProcess], mark: str) -> Guard:
+
+def guard(workers: Sequence[AbstractWorkerProcess], mark: str) -> Guard:
     """Starts a guard that kills the workers and all processes that they have started, if the launcher is killed."""
-    return Guard(f"{MARK}={mark}", groups=[worker.pid for worker in workers])
+    return Guard(f"{MARK}={mark}", groups=[group for worker in workers for group in worker.groups])
 
 
-def strays(mark: str, workers: Sequence[WorkerProcess]) -> list[int]:
+def strays(mark: str, workers: Sequence[AbstractWorkerProcess]) -> list[int]:
     """Returns the running processes that workers with this mark have started, in any session."""
     known = {worker.pid for worker in workers}
     return [pid for pid in marked(f"{MARK}={mark}") if pid not in known]
 
 
-def tell_all(number: int, mark: str, workers: Sequence[WorkerProcess]) -> None:
+def tell_all(number: int, mark: str, workers: Sequence[AbstractWorkerProcess]) -> None:
     """Sends a signal to the running workers, and to all processes that workers with this mark have started."""
     alive = [worker for worker in workers if worker.is_alive]
     for worker in alive:

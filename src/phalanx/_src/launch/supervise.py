@@ -6,11 +6,12 @@ from dataclasses import replace
 
 from phalanx._src.launch.elastic.group import ElasticGroup
 from phalanx._src.launch.evaluator import EvaluatorProcess, Patience
-from phalanx._src.launch.group import Group
+from phalanx._src.launch.group import Group, Start
 from phalanx._src.launch.kept import KeptProcesses
 from phalanx._src.launch.outcome import Outcome, in_words, report
 from phalanx._src.launch.output import Sink
 from phalanx._src.launch.plan import ALONE, Machines, ProcessSpec
+from phalanx._src.launch.processes import WorkerProcess
 from phalanx._src.launch.relay import Relay
 from phalanx._src.launch.signals import Signals
 from phalanx.errors import StartupError
@@ -26,6 +27,7 @@ def run_group(
     max_restarts: int = 0,
     least_workers: int | None = None,
     machines: Machines = ALONE,
+    start: Start = WorkerProcess,
     grace_s: float = 5.0,
     word_s: float = _WORD_S,
     patience: Patience | None = None,
@@ -42,6 +44,7 @@ def run_group(
       max_restarts: how often to restart the group.
       least_workers: number of processes without which the group cannot continue. None if it ends with the first that fails.
       machines: the machines on which the group has processes, if it may lose some.
+      start: starts a process that trains.
       grace_s: time that processes have to end after SIGTERM, in seconds.
       word_s: time that the others have before SIGTERM to report which process they miss, in seconds. At most `grace_s`.
       patience: the limits of the evaluator. None means `Patience()`.
@@ -64,7 +67,7 @@ def run_group(
                     specs = kept.announce_to(evaluator.split_off(plan(restart)))
                     try:
                         if least_workers is None:
-                            group = Group(specs, relay, evaluator.tend)
+                            group = Group(specs, relay, evaluator.tend, start)
                         else:
                             group = ElasticGroup(
                                 specs,
@@ -74,6 +77,7 @@ def run_group(
                                 say=say,
                                 machines=machines,
                                 beside=evaluator.tend,
+                                start=start,
                             )
                         outcome = _run_once(group, relay, grace_s, word_s)
                     except StartupError as error:

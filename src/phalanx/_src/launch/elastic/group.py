@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """A group of processes that continues when some of them die, and replaces them."""
 
-import os
 import signal
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import final
 
@@ -17,10 +15,10 @@ from phalanx._src.launch.elastic.messages import AbstractRendezvous, GroupStatus
 from phalanx._src.launch.elastic.remote_rendezvous import RemoteRendezvous
 from phalanx._src.launch.elastic.rendezvous import Rendezvous
 from phalanx._src.launch.evaluator import Patience
-from phalanx._src.launch.group import Group
+from phalanx._src.launch.group import Group, Start
 from phalanx._src.launch.outcome import Ending, in_words
 from phalanx._src.launch.plan import ALONE, JOB, Machines, ProcessSpec
-from phalanx._src.launch.processes import WorkerProcess
+from phalanx._src.launch.processes import AbstractWorkerProcess, WorkerProcess
 from phalanx._src.launch.relay import Relay
 
 
@@ -37,7 +35,7 @@ class _Place:
     """
 
     spec: ProcessSpec
-    process: WorkerProcess
+    process: AbstractWorkerProcess
     failures: int = 0
     due_s: float | None = None
     is_lost: bool = False
@@ -55,6 +53,7 @@ class ElasticGroup(Group):
       say: receives reports.
       machines: the machines on which the group has such processes.
       beside: see `Group`.
+      start: see `Group`.
 
     Raises:
       StartupError: the first of these machines cannot be reached, or cannot listen at its address.
@@ -70,8 +69,9 @@ class ElasticGroup(Group):
         say: Callable[[str], None],
         machines: Machines = ALONE,
         beside: Callable[[], None] = lambda: None,
+        start: Start = WorkerProcess,
     ) -> None:
-        super().__init__(specs, relay, beside)
+        super().__init__(specs, relay, beside, start)
         self._patience, self._tell_user = patience, say
         self._places: list[_Place] = []
         self._is_ending = False
@@ -183,6 +183,9 @@ class ElasticGroup(Group):
                 place.due_s, place.is_lost = None, False
                 self._tell_user(f"{place.spec.name} starts again.")
                 place.process = self._workers[index] = self._started(place.spec)
+            if self._standing.has_finished and place.process.pid is None:
+                # On another machine, which has no place for it yet.
+                place.process.tell(signal.SIGTERM)
         running = tuple(place.spec.task.index for place in self._places if place.process.is_alive)
         hopeful = sum(place.due_s is not None or place.process.is_alive for place in self._places)
         self._report = LauncherReport(running, hopeful, self._has_finished)
@@ -203,5 +206,4 @@ class ElasticGroup(Group):
         for place in self._places:
             if place.spec.task.index == number and place.process.is_alive:
                 self._tell_user(f"{place.spec.name} is ended: {why}.")
-                with suppress(ProcessLookupError, PermissionError):
-                    os.killpg(place.process.pid, signal.SIGKILL)
+                place.process.kill()

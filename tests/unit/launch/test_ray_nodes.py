@@ -1,0 +1,183 @@
+"""Workers on the nodes of a Ray cluster: output, exit codes, signals, lost nodes and places. The nodes are on this machine."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytestmark = pytest.mark.slow
+pytest.importorskip("ray")
+
+DEADLINE_S = 300
+
+
+# Each node has two cores. The second one is removed and made by what comes from the standard input.
+CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+node = cluster.add_node(num_cpus=2)
+print(cluster.address, flush=True)
+for line in sys.stdin:
+    if line == "add\\n":
+        node = cluster.add_node(num_cpus=2)
+    else:
+        cluster.remove_node(node, allow_graceful=False)
+    print("done", flush=True)
+cluster.shutdown()
+"""
+
+
+class RayCluster:
+    """A Ray cluster of two nodes, in a process without JAX, because Ray forks."""
+
+    def __init__(self):
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "RAY_USAGE_STATS_ENABLED": "0"}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self._process = subprocess.Popen([sys.executable, "-c", CLUSTER], env=environment, text=True, **pipes)
+        self.address = self._process.stdout.readline().strip()
+
+    def tell(self, word):
+        """Adds a node, or removes the last one as if its power had failed."""
+        self._process.stdin.write(f"{word}\n")
+        self._process.stdin.flush()
+        assert self._process.stdout.readline() == "done\n"
+
+    def close(self):
+        self._process.communicate(timeout=DEADLINE_S)
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    cluster = RayCluster()
+    yield cluster
+    cluster.close()
+
+
+@pytest.fixture
+def phalanx_run(cluster, tmp_path, environment):
+    """Starts `phalanx run --ray` with a script. Returns the process, whose output is in the file `output`."""
+    processes = []
+
+    def phalanx_run(script, *options, address=None, **variables):
+        (tmp_path / "train.py").write_text(script)
+        words = [sys.executable, "-m", "phalanx", "run", "--ray", address or cluster.address, *options, "train.py"]
+        variables = {**environment, "PYTHONPATH": os.pathsep.join(sys.path), **variables}
+        with open(tmp_path / "output", "wb") as output:
+            process = subprocess.Popen(words, cwd=tmp_path, env=variables, stdout=output, stderr=subprocess.STDOUT)
+        processes.append(process)
+        return process
+
+    yield phalanx_run
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+@pytest.fixture
+def output(tmp_path):
+    """Reads the output of the launch."""
+    return lambda: (tmp_path / "output").read_text()
+
+
+def wait_until(is_so, output):
+    deadline_s = time.monotonic() + DEADLINE_S
+    while not is_so():
+        assert time.monotonic() < deadline_s, output()
+        time.sleep(0.05)
+
+
+RANK = """
+import json, os, signal, sys, time
+config = json.loads(os.environ["TF_CONFIG"])
+rank = config["task"]["index"]
+"""
+
+
+def test_output_exit_code_and_restarts(phalanx_run, output):
+    """Lines are marked, the launcher has the code of the worker that failed first, and all start again with new ports."""
+    script = (
+        RANK
+        + "print(config['cluster']['worker'], os.environ['EPOCHS'], os.environ['PHALANX_RESTART'])\nsys.exit(3 * rank)"
+    )
+    process = phalanx_run(script, "--workers", "2", "--max-restarts", "1", EPOCHS="7")
+    assert process.wait(DEADLINE_S) == 3, output()
+    lines = [re.findall(rf"^\[worker {rank}\] (.*) 7 (\d)$", output(), re.M) for rank in range(2)]
+    assert lines[0] == lines[1]
+    assert [restart for _, restart in lines[0]] == ["0", "1"]
+    assert lines[0][0] != lines[0][1]
+    assert len(re.findall(r"^worker 1 failed first: it exited with code 3", output(), re.M)) == 2
+
+
+def test_signals_reach_the_processes(phalanx_run, output, tmp_path):
+    """SIGTERM to the launcher gives them time to save. `kill -9` of the launcher ends them too."""
+    script = RANK + (
+        "def save(*_):\n    print('saved', flush=True)\n    sys.exit(42)\n"
+        "signal.signal(signal.SIGTERM, save)\nprint('pid', os.getpid(), flush=True)\ntime.sleep(3600)"
+    )
+    pids = lambda: re.findall(r"\] pid (\d+)$", output(), re.M)  # noqa: E731
+    process = phalanx_run(script, "--workers", "2", "--grace-seconds", "100")
+    wait_until(lambda: len(pids()) == 2, output)
+    process.terminate()
+    assert process.wait(DEADLINE_S) == 143
+    assert output().count("] saved\n") == 2
+    process = phalanx_run(script, "--workers", "2")
+    wait_until(lambda: len(pids()) == 2, output)
+    process.kill()
+    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids()), output)
+
+
+def test_workers_find_each_other(phalanx_run, output):
+    """All checks of the doctor pass, so a training would start."""
+    process = phalanx_run(
+        "import runpy\nrunpy.run_module('phalanx._src.tools.doctor', run_name='__main__')", "--workers", "2"
+    )
+    assert process.wait(DEADLINE_S) == 0, output()
+    assert re.findall(r"^\[worker 0\] PASS (.*?):", output(), re.M)[-3:] == ["addresses", "versions", "clocks"]
+
+
+def test_no_place_for_so_many_workers(phalanx_run, output):
+    """The cluster may grow, so the launcher waits; then it says what is missing."""
+    process = phalanx_run("", "--workers", "9", PHALANX_START_TIMEOUT_S="2")
+    assert process.wait(DEADLINE_S) == 2, output()
+    missing = "after 2 s Ray had no place for 9 workers with 1 CPUs and 0 GPUs each. Free are "
+    assert f"--workers 9: {missing}" in output()
+
+
+def test_refused_commands(phalanx_run, output):
+    """One launcher starts all workers. A cluster that does not answer is named."""
+    process = phalanx_run("", "--in-cluster", "--workers", "1:2")
+    assert process.wait(DEADLINE_S) == 2
+    assert "with --in-cluster: one launcher starts all workers on Ray's nodes." in output()
+    for address, why in (("127.0.0.1:1", "[Errno 111] Connection refused"), ("nowhere", "Invalid address format")):
+        process = phalanx_run("", address=address, PHALANX_START_TIMEOUT_S="0.2")
+        assert process.wait(DEADLINE_S) == 2
+        assert f"phalanx: phalanx run --ray {address}: this cluster does not answer: {why}" in output()
+
+
+MEETS = """
+import os, time
+from phalanx._src.cluster.watch import membership
+own = membership.own()
+own.meet(call=0, progress=[0])
+print("met", flush=True)
+while not os.path.exists("lost"):
+    time.sleep(0.05)
+print("size", own.meet(call=0, progress=[1]).size, flush=True)
+"""
+
+
+def test_elastic_group_loses_a_node(phalanx_run, output, cluster, tmp_path):
+    """The others go on, and the group ends with them although no node has a place for another worker."""
+    cluster.tell("add")
+    process = phalanx_run(MEETS, "--workers", "1:3")
+    wait_until(lambda: output().count("] met\n") == 3, output)
+    cluster.tell("remove")
+    wait_until(lambda: "was killed by SIGKILL" in output(), output)
+    (tmp_path / "lost").touch()
+    assert process.wait(DEADLINE_S) == 0, output()
+    assert output().count("] size 2\n") == 2
+    assert "Phalanx: Ray has no process for worker" in output()
