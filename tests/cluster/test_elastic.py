@@ -19,6 +19,7 @@ from tests import forks
 from tests.waiting import DEADLINE_S, wait_until
 
 from phalanx._src.cluster.connections.secret import TOKEN, new_token
+from phalanx._src.launch.outcome import TOO_FEW
 from phalanx._src.launch.plan import free_ports
 from phalanx.errors import StartupError
 from phalanx.testing import VirtualNetwork
@@ -716,9 +717,22 @@ def test_group_of_several_machines(tmp_path):
         machines.require_success()
 
 
+@pytest.mark.exhaustive("tests/unit/launch/elastic/test_rendezvous.py")
+def test_first_machine_that_dies(tmp_path):
+    """Nobody can bring the others together again: their launcher ends with the exit code of that, and says so."""
+    port = free_ports(1)[0]
+    with Machines(tmp_path, [f"127.0.0.1:{port}", f"127.0.0.2:{port}"]) as machines:
+        machines.start(0)
+        machines.start(1)
+        machines.wait_for(4, (0, 1, 2, 3))
+        machines.launchers[0].kill()
+        assert machines.launchers[1].wait(DEADLINE_S) == TOO_FEW, machines.output
+        assert "The training ends before its end: the launcher at 127.0.0.1" in machines.output
+
+
 IMPATIENT = (
     "-c",
-    "from phalanx._src.cluster import door; listener.ANSWER_S, listener._PROBE_S = 8, 1; from phalanx.__main__ import main; main()",
+    "from phalanx._src.cluster.connections import listener; listener.ANSWER_S, listener._PROBE_S = 8, 1; from phalanx.__main__ import main; main()",
 )
 
 

@@ -114,7 +114,8 @@ class ElasticGroup(Group):
     @override
     def end(self, grace_s: float, word_s: float = 0.0) -> None:
         self._is_ending = True
-        super().end(grace_s, word_s)
+        # If the group has no hope, the reason is known, and JAX may abort the workers while they wait for others.
+        super().end(grace_s, 0.0 if self._standing.hopeless else word_s)
         self._rendezvous.end()
         self._compiled.cleanup()
 
