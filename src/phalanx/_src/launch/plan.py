@@ -189,7 +189,8 @@ def plan(
 ) -> list[ProcessSpec]:
     """Returns the processes to start: the workers and, if the request has one, the evaluator.
 
-    Variables in `environment` win, except for TF_CONFIG, PHALANX_RESTART and the share of the GPUs. The evaluator has one
+    Variables in `environment` win, except for TF_CONFIG and the share of the GPUs. PHALANX_RESTART is added: a scheduler that starts
+    the launcher again has counted its own starts there. The evaluator has one
     device, whatever the environment says. It is no member of the cluster, but TF_CONFIG tells it the addresses of the workers.
 
     Args:
@@ -210,6 +211,8 @@ def plan(
       >>> print(second.environment["TF_CONFIG"])
       {"cluster": {"worker": ["127.0.0.1:4001", "127.0.0.1:4002"]}, "task": {"type": "worker", "index": 1}}
     """
+    earlier = environment.get("PHALANX_RESTART", "")
+    restart += int(earlier) if earlier.isdecimal() else 0
     hosts = hosts or [LOOPBACK] * len(ports)
     spec = ClusterSpec({JOB: [f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)]})
     devices = _device_settings(request, machine, environment)
