@@ -147,7 +147,7 @@ def test_no_place_for_so_many_workers(phalanx_run, output):
     assert f"--workers 9: {missing}" in output()
 
 
-def test_refused_commands(phalanx_run, output):
+def test_commands_that_are_refused(phalanx_run, output):
     """One launcher starts all workers. A cluster that does not answer is named."""
     process = phalanx_run("", "--in-cluster", "--workers", "1:2")
     assert process.wait(DEADLINE_S) == 2

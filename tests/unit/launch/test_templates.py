@@ -186,6 +186,15 @@ def test_pods_are_restricted_and_keep_checkpoints(write):
     assert container["resources"]["limits"] == {"memory": container["resources"]["requests"]["memory"]}
 
 
+def test_image_is_that_of_the_pods():
+    """Its user has the number that the pods want, and no shell stands between SIGTERM and the launcher."""
+    _, job, _ = job_of(kubernetes(Request("train.py", workers=2), 3))
+    image = (Path(__file__).parents[3] / "Dockerfile").read_text()
+    assert f"--uid {job['template']['spec']['securityContext']['runAsUser']} phalanx\n" in image
+    assert re.findall("^USER (.*)$", image, re.M)[-1] == "phalanx"
+    assert re.findall("^ENTRYPOINT (.*)$", image, re.M) == ['["phalanx"]']
+
+
 @pytest.mark.parametrize("write", [kubernetes, kubeflow])
 @pytest.mark.parametrize(("least", "action"), [(None, "FailJob"), (2, "Ignore")])
 def test_preemptions_are_no_failures(write, least, action):

@@ -137,7 +137,7 @@ def run(
     profile_folder: str,
     **options: Any,
 ) -> None:
-    """Runs SCRIPT in every worker of a cluster on this machine, and stops all workers as soon as one fails.
+    """Runs SCRIPT in every worker of a cluster, here or on the nodes of Ray, and stops all workers as soon as one fails.
 
     Each worker gets TF_CONFIG, its devices and its share of the cores.
 
