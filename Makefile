@@ -69,12 +69,12 @@ test-newest: .venv-newest/.installed ## run them with the highest versions, as a
 
 .venv-oldest/.installed: pyproject.toml constraints-oldest.txt
 	$(PYTHON) -m venv .venv-oldest
-	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-oldest.txt --editable ".[data,demo,ps,test]"
+	.venv-oldest/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-oldest.txt --editable ".[data,demo,migrate,ps,test]"
 	touch $@
 
 .venv-newest/.installed: pyproject.toml
 	$(PYTHON) -m venv .venv-newest
-	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --editable ".[data,demo,ps,test]"
+	.venv-newest/bin/python -m pip install --quiet --disable-pip-version-check --upgrade --editable ".[data,demo,migrate,ps,test]"
 	touch $@
 
 # The rooms without JAX have a test for every branch; nobody needs a GPU or a cluster to run it.
@@ -142,7 +142,7 @@ $(DEMO_INSTALLED): pyproject.toml constraints.txt
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[data,demo,docs,ps,test]"
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[data,demo,docs,migrate,ps,test]"
 	touch $(DEMO_INSTALLED) $@
 
 # Without KerasHub's dependencies, but for those that it imports: TensorFlow would be a gigabyte, and no model needs it.
@@ -157,7 +157,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-sources
 	grep -v '^h5py==' constraints.txt > .venv-sources/constraints.txt
 	.venv-sources/bin/python -m pip install --quiet --disable-pip-version-check --constraint .venv-sources/constraints.txt \
-		--editable ".[data,test]" torch==2.13.0 datasets==5.2.0 tensorflow-cpu==2.21.0 tensorboard==2.21.0
+		--editable ".[data,migrate,test]" torch==2.13.0 datasets==5.2.0 tensorflow-cpu==2.21.0 tensorboard==2.21.0
 	touch $@
 
 # The compilers for TPUs and GPUs. libtpu has the licence of Google Cloud.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line: `phalanx run`, `cluster`, `doctor`, `env`, `estimate`, `bench` and `checkpoint`."""
+"""The command line: `phalanx run`, `cluster`, `doctor`, `env`, `estimate`, `bench`, `migrate` and `checkpoint`."""
 
 import json
 import os
@@ -371,6 +371,22 @@ def bench(target: str | None, arguments: Sequence[str], **options: object) -> No
             _warn_of_misplaced(request)
     settings = {"target": target, "arguments": list(arguments), **options}
     sys.exit(_child("phalanx._src.tools.bench", [json.dumps(settings)]))
+
+
+@main.command()
+@click.option("-o", "--output", metavar="PATH", help="Write the new program, or the folder of new programs, here.")
+@click.option("--in-place", is_flag=True, help="Change the files.")
+@click.option("--diff", is_flag=True, help="Print a diff, and write nothing.  [default]")
+@click.option("--check", is_flag=True, help="Print the report only.")
+@click.argument("path")
+def migrate(**options: object) -> None:
+    """Rewrites PATH, a program of tf.distribute, as a program of Phalanx: a file, a notebook, or a folder of them.
+
+    The exit code is 0 if everything was migrated, 1 if lines need a look, and 2 if a file cannot be read.
+    """
+    if sum(bool(options[name]) for name in ("output", "in_place", "diff", "check")) > 1:
+        raise click.UsageError("use one of -o, --in-place, --diff and --check")
+    sys.exit(_child("phalanx._src.tools.migrate", [json.dumps(options)]))
 
 
 @main.group()

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Implements `phalanx migrate`, which runs `python -m phalanx._src.tools.migrate`."""
+
+import difflib
+import json
+import sys
+from pathlib import Path
+
+from phalanx.errors import InvalidArgumentError, MissingDependencyError, PhalanxError
+
+
+def main(settings: str) -> int:
+    """Migrates files and folders.
+
+    Args:
+      settings: the options of `phalanx migrate`, as JSON.
+
+    Returns:
+      The exit code: 0 if all is migrated, 1 if a line needs a look, and 2 if a file cannot be read.
+    """
+    options = json.loads(settings)
+    try:
+        return _run(Path(options["path"]), options["output"], options["in_place"], options["check"])
+    except PhalanxError as e:
+        print(f"phalanx: {e}", file=sys.stderr)
+        return 2
+
+
+def _run(path: Path, output: str | None, in_place: bool, check: bool) -> int:
+    try:
+        from phalanx._src.tools.migrate.notebooks import migrate_notebook
+        from phalanx._src.tools.migrate.program import migrate
+    except ImportError as e:
+        raise MissingDependencyError(
+            "phalanx migrate", "libcst is not installed.", 'pip install "phalanx[migrate]"'
+        ) from e
+    from phalanx._src.tools.migrate.table import the_table
+
+    files = _files(path)
+    if output is not None and path.is_dir() and Path(output).is_file():
+        raise InvalidArgumentError(f"phalanx migrate {path} -o {output}", "a folder needs a folder.", "-o new_folder")
+    codes = [0]
+    for file in files:
+        try:
+            source = file.read_bytes()
+        except OSError as e:
+            print(f"{file}: {e.strerror}", file=sys.stderr)
+            codes.append(2)
+            continue
+        migration = (migrate_notebook if file.suffix == ".ipynb" else migrate)(source, str(file), the_table())
+        codes.append(migration.report.exit_code)
+        print(*migration.report.lines(), sep="\n", file=sys.stderr)
+        if check:
+            continue
+        if in_place or output is not None:
+            target = file if in_place else _target(file, path, Path(str(output)))
+            if target != file or migration.source != source:
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(migration.source)
+        else:
+            _print_diff(source, migration.source, file)
+    return max(codes)
+
+
+def _files(path: Path) -> list[Path]:
+    if path.is_dir():
+        return sorted(
+            file
+            for suffix in (".py", ".ipynb")
+            for file in path.rglob(f"*{suffix}")
+            if not any(part.startswith(".") for part in file.relative_to(path).parts)
+        )
+    if path.exists():
+        return [path]
+    raise InvalidArgumentError(f"phalanx migrate {path}", "there is no such file or folder.", "phalanx migrate train.py")
+
+
+def _target(file: Path, root: Path, output: Path) -> Path:
+    if root.is_dir():
+        return output / file.relative_to(root)
+    return output / file.name if output.is_dir() else output
+
+
+def _print_diff(before: bytes, after: bytes, file: Path) -> None:
+    lines = [text.decode(errors="replace").splitlines(keepends=True) for text in (before, after)]
+    sys.stdout.writelines(difflib.unified_diff(*lines, str(file), str(file)))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

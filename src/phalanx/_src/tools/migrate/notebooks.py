@@ -1,0 +1,93 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Notebooks: their code cells are migrated together, because names of one cell are used in others."""
+
+import json
+import re
+from typing import final
+
+from phalanx._src.tools.migrate.program import Migration, migrate
+from phalanx._src.tools.migrate.report import UNREADABLE, Finding, Report
+from phalanx._src.tools.migrate.table import Table
+from phalanx.typing import PyTree
+
+_CELL = "__phalanx_cell__"
+_MAGIC = "__phalanx_magic__"
+_OF_CELL = re.compile(rf"^{_CELL}\((\d+)\)\n", re.MULTILINE)
+_OF_MAGIC = re.compile(rf"{_MAGIC}\((\d+)\)")
+_IS_MAGIC = re.compile(r"^(\s*)((?:\w+\s*=\s*)?[!%]{1,2}\S.*|\?.*|.*\w\?)$")
+
+
+@final
+class _Magics:
+    """The lines of a notebook that are not Python. Calls stand for them."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    def hidden(self, source: str) -> str:
+        """Returns the source of a cell with a call for each line that is not Python."""
+        lines = source.split("\n")
+        if lines[0].startswith("%%") and not lines[0].startswith(("%%time", "%%capture", "%%prun")):
+            return self._call(source)  # The cell is of another language.
+        return "\n".join(self._line(line) for line in lines)
+
+    def _line(self, line: str) -> str:
+        match = _IS_MAGIC.match(line)
+        return match[1] + self._call(match[2]) if match else line
+
+    def _call(self, text: str) -> str:
+        self._lines.append(text)
+        return f"{_MAGIC}({len(self._lines) - 1})"
+
+    def shown(self, source: str) -> str:
+        """Returns the source with the lines that were hidden."""
+        return _OF_MAGIC.sub(lambda match: self._lines[int(match[1])], source)
+
+
+def migrate_notebook(source: bytes, path: str, table: Table) -> Migration:
+    """Returns a notebook of TensorFlow as a notebook of Phalanx.
+
+    Args:
+      source: the notebook.
+      path: its file, for the report.
+      table: the table of names.
+    """
+    try:
+        notebook = json.loads(source)
+        cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+        sources = ["".join(cell["source"]) for cell in cells]
+    except (ValueError, KeyError, TypeError) as e:
+        return Migration(source, Report(path, [Finding(1, UNREADABLE, f"this is not a notebook: {e!r}")]))
+    magics = _Magics()
+    program = "".join(f"{_CELL}({i})\n{magics.hidden(text)}\n" for i, text in enumerate(sources))
+    migration = migrate(program.encode(), path, table)
+    report = _by_cell(migration.report, program)
+    if migration.source == program.encode():
+        return Migration(source, report)
+    parts = _OF_CELL.split(migration.source.decode())
+    # New imports stand in the first cell that imports TensorFlow, so nothing stands before the first cell.
+    for number, text in zip(parts[1::2], parts[2::2], strict=True):
+        _set_source(cells[int(number)], sources[int(number)], magics.shown(text.removesuffix("\n")))
+    end = "\n" if source.endswith(b"\n") else ""
+    return Migration((json.dumps(notebook, indent=_indent(source), ensure_ascii=False) + end).encode(), report)
+
+
+def _by_cell(report: Report, program: str) -> Report:
+    """Returns a report whose lines are those in a cell."""
+    starts = [i for i, line in enumerate(program.split("\n"), 1) if line.startswith(f"{_CELL}(")]
+    findings = []
+    for finding in report.findings:
+        cell = sum(start <= finding.line for start in starts)
+        line = finding.line - starts[cell - 1] if cell else finding.line
+        findings.append(Finding(finding.line, finding.kind, f"{finding.text}", f"cell {cell}, line {line}"))
+    return Report(report.path, findings, report.kept)
+
+
+def _set_source(cell: dict[str, PyTree], before: str, after: str) -> None:
+    if before != after:
+        cell["source"] = after.splitlines(keepends=True) if isinstance(cell["source"], list) else after
+
+
+def _indent(source: bytes) -> int | None:
+    match = re.match(rb"\{\r?\n( +)", source)
+    return len(match[1]) if match else None

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The migration of one program."""
+
+from dataclasses import dataclass
+from typing import final
+
+import libcst as cst
+from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider, ScopeProvider
+
+from phalanx._src.tools.migrate.imports import Imports
+from phalanx._src.tools.migrate.names import Names, RefusedError
+from phalanx._src.tools.migrate.refusals import Refusals
+from phalanx._src.tools.migrate.regions import Regions
+from phalanx._src.tools.migrate.report import LOOK, UNREADABLE, Report
+from phalanx._src.tools.migrate.table import Table
+from phalanx._src.tools.migrate.transformer import Transformer
+
+
+@final
+@dataclass(frozen=True)
+class Migration:
+    """A migrated program.
+
+    Attributes:
+      source: its source. That of the original if it could not be migrated.
+      report: what was found.
+    """
+
+    source: bytes
+    report: Report
+
+
+def migrate(source: bytes, path: str, table: Table) -> Migration:
+    """Returns a program of TensorFlow as a program of Phalanx.
+
+    Args:
+      source: the program.
+      path: its file, for the report.
+      table: the table of names.
+    """
+    report = Report(path)
+    if b"tensorflow" not in source:
+        return Migration(source, report)
+    try:
+        module = cst.parse_module(source)
+    except (cst.ParserSyntaxError, UnicodeDecodeError, SyntaxError, ValueError) as e:
+        line = e.raw_line if isinstance(e, cst.ParserSyntaxError) else 1
+        reason = e.message if isinstance(e, cst.ParserSyntaxError) else str(e)
+        report.add(line, UNREADABLE, f"this is not Python 3: {reason.splitlines()[0]}")
+        return Migration(source, report)
+    wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
+    try:
+        migrated = _migrated(wrapper, table, report)
+    except RefusedError as e:
+        positions = wrapper.resolve(PositionProvider)
+        refused = Report(path)
+        refused.add(positions[e.node].start.line if e.node in positions else 1, LOOK, f"nothing was changed: {e.text}")
+        return Migration(source, refused)
+    return Migration(migrated.bytes, report)
+
+
+def _migrated(wrapper: MetadataWrapper, table: Table, report: Report) -> cst.Module:
+    parents = wrapper.resolve(ParentNodeProvider)
+    names = Names(wrapper.resolve(ScopeProvider), parents, table)
+    wrapper.module.visit(Refusals(names))
+    if not names.bindings:
+        return wrapper.module
+    regions = Regions(names, parents)
+    wrapper.module.visit(regions)
+    transformer = Transformer(names, regions, table, report)
+    changed = wrapper.visit(transformer)
+    bindings = names.bindings.values()
+    return changed.visit(Imports(bindings, transformer.remaining, transformer.roots, names.assigned))

@@ -1,0 +1,391 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Replaces the names of TensorFlow in a module, and marks the lines that a person must look at."""
+
+from collections.abc import Sequence
+from typing import TypeVar, final
+
+import libcst as cst
+import libcst.matchers as m
+from libcst.metadata import CodeRange, ParentNodeProvider, PositionProvider, Scope, ScopeProvider
+from typing_extensions import override
+
+from phalanx._src.tools.migrate.calls import MismatchError, migrated, source_of
+from phalanx._src.tools.migrate.flow import TensorNames, has_result, may_be_tensor
+from phalanx._src.tools.migrate.forms import FORMS, LookError
+from phalanx._src.tools.migrate.imports import MODULES
+from phalanx._src.tools.migrate.names import Names, Reference, aliases_of, dotted
+from phalanx._src.tools.migrate.regions import Regions
+from phalanx._src.tools.migrate.report import CHANGED, LOOK, Report
+from phalanx._src.tools.migrate.table import Row, Table
+
+CSTNodeT = TypeVar("CSTNodeT", bound=cst.CSTNode)
+Left = CSTNodeT | cst.RemovalSentinel | cst.FlattenSentinel[CSTNodeT]
+
+MARK = "# phalanx: "
+_TAKE_SHAPES = {
+    "tf.broadcast_to", "tf.fill", "tf.ones", "tf.random.normal", "tf.random.truncated_normal", "tf.random.uniform",
+    "tf.reshape", "tf.zeros",
+}  # fmt: skip
+_OTHER_LIBRARIES = {"tensorflow_addons", "tensorflow_hub", "tensorflow_probability", "tensorflow_text", "tf_agents"}
+
+
+@final
+class Transformer(cst.CSTTransformer):
+    """Replaces the names of TensorFlow.
+
+    Args:
+      names: the uses of TensorFlow.
+      regions: the functions of the module.
+      table: the table of names.
+      report: gets the findings.
+    """
+
+    METADATA_DEPENDENCIES = (ParentNodeProvider, PositionProvider, ScopeProvider)
+
+    def __init__(self, names: Names, regions: Regions, table: Table, report: Report) -> None:
+        super().__init__()
+        self._names, self._regions, self._table, self._report = names, regions, table, report
+        self._marks: list[list[str]] = []
+        self._called: set[int] = set()
+        self._dropped: set[int] = set()
+        self._loops: set[int] = set()
+        self._depth_in_tensorflow = 0
+        self._functions: list[TensorNames] = []
+        self._has_strategy = any(path.startswith("tf.distribute.") for path in names.paths())
+        self.roots: set[str] = set()
+        """The modules that the new names need."""
+        self.remaining: set[int] = set()
+        """The ids of the bindings that the migrated module still uses."""
+
+    @override
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        if isinstance(node, cst.SimpleStatementLine | cst.BaseCompoundStatement):
+            self._marks.append([])
+        if id(node) in self._regions.in_tensorflow:
+            self._depth_in_tensorflow += 1
+        if id(node) in self._regions.compiled:
+            tensors = TensorNames(self._regions.path)
+            node.visit(tensors)
+            self._functions.append(tensors)
+        return super().on_visit(node)
+
+    @override
+    def on_leave(self, original_node: CSTNodeT, updated_node: CSTNodeT) -> Left[CSTNodeT]:
+        left: Left[CSTNodeT] = super().on_leave(original_node, updated_node)
+        if id(original_node) in self._regions.in_tensorflow:
+            self._depth_in_tensorflow -= 1
+        if id(original_node) in self._regions.compiled:
+            self._functions.pop()
+        if isinstance(original_node, cst.SimpleStatementLine | cst.BaseCompoundStatement):
+            marks = self._marks.pop()
+            if marks and isinstance(left, cst.CSTNode):
+                return _marked(left, marks)
+        return left
+
+    # What is reported.
+
+    def _line(self, node: cst.CSTNode) -> int:
+        position = self.get_metadata(PositionProvider, node)
+        assert isinstance(position, CodeRange)
+        return position.start.line
+
+    def _look(self, node: cst.CSTNode, name: str, reason: str) -> None:
+        """Reports a line that a person must look at, and marks it."""
+        text = f"{name}: {reason}"
+        self._report.add(self._line(node), LOOK, text)
+        if self._marks:
+            self._marks[-1].append(f"{MARK}{text}")
+
+    def _change(self, node: cst.CSTNode, name: str, target: str, note: str) -> None:
+        self._report.add(self._line(node), CHANGED, f"{name} -> {target}" + (f" ({note})" if note else ""))
+
+    def _need(self, node: cst.BaseExpression) -> None:
+        """Notes the modules that a new expression uses."""
+        self.roots |= {name.value for name in m.findall(node, m.Name()) if isinstance(name, cst.Name)} & set(MODULES)
+
+    # Names and calls of TensorFlow.
+
+    @override
+    def visit_Import(self, node: cst.Import) -> bool:
+        self._look_at_import(node)
+        return False
+
+    @override
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
+        self._look_at_import(node)
+        return False
+
+    @override
+    def leave_Import(self, original_node: cst.Import, updated_node: cst.Import) -> cst.Import:
+        return original_node  # The next pass knows it by its identity.
+
+    @override
+    def leave_ImportFrom(self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom) -> cst.ImportFrom:
+        return original_node
+
+    def _look_at_import(self, node: cst.Import | cst.ImportFrom) -> None:
+        for _, _, qualified in aliases_of(node):
+            library = qualified.partition(".")[0]
+            if library in _OTHER_LIBRARIES:
+                self._look(node, library, "it needs TensorFlow, and has no counterpart in Phalanx.")
+
+    @override
+    def visit_Attribute(self, node: cst.Attribute) -> bool:
+        return self._names.reference(node) is None
+
+    @override
+    def leave_Attribute(self, original_node: cst.Attribute, updated_node: cst.Attribute) -> cst.BaseExpression:
+        return self._replaced(original_node, updated_node)
+
+    @override
+    def leave_Name(self, original_node: cst.Name, updated_node: cst.Name) -> cst.BaseExpression:
+        return self._replaced(original_node, updated_node)
+
+    @override
+    def visit_Call(self, node: cst.Call) -> None:
+        self._called.add(id(node.func))
+
+    @override
+    def leave_Call(self, original_node: cst.Call, updated_node: cst.Call) -> cst.BaseExpression:
+        reference = self._names.reference(original_node.func)
+        if reference is None:
+            return self._of_method(original_node, updated_node)
+        rows = self._rows(original_node, reference)
+        if rows is None:
+            return updated_node
+        if rows[0].kind == "drop" and isinstance(self.get_metadata(ParentNodeProvider, original_node), cst.Expr):
+            self._dropped.add(id(original_node))
+            self._change(original_node, reference.path, "nothing", rows[0].note)
+            return updated_node
+        try:
+            new = self._call(original_node, updated_node, reference, rows)
+        except (LookError, MismatchError) as e:
+            self._keep(original_node, reference, str(e))
+            return updated_node
+        return self._with_comments(original_node, new)
+
+    def _call(
+        self, original: cst.Call, updated: cst.Call, reference: Reference, rows: Sequence[Row]
+    ) -> cst.BaseExpression:
+        path, row = reference.path, rows[0]
+        rest = path.removeprefix(row.name)
+        if row.kind in {"drop", "none"}:
+            raise LookError(row.note)
+        if id(original) in self._loops:
+            new: cst.BaseExpression = updated.with_changes(func=cst.Name("range"))
+        elif path == "tf.shape" and not self._is_shape(original):
+            raise LookError("its target is a tuple of numbers. HINT: keras.ops.array(x.shape) for an array")
+        elif path in FORMS:
+            new = FORMS[path](updated)
+        elif rest or row.kind == "expression":
+            new = updated.with_changes(func=self._name(original.func, reference, rows))
+        else:
+            is_spelled = row.kind == "name" and reference.is_spelled(row.target)
+            if is_spelled:
+                self.remaining.add(id(reference.binding))
+            new = migrated(rows, updated, original.func if is_spelled else None)
+        self._need(new)
+        self._change(original, path, _target_of(row, new) + rest, row.note)
+        if row.note.startswith("look: "):
+            self._look(original, path, row.note.removeprefix("look: "))
+        return new
+
+    def _replaced(self, original: cst.Name | cst.Attribute, updated: cst.BaseExpression) -> cst.BaseExpression:
+        """Returns what stands for a name that is not called."""
+        reference = self._names.reference(original)
+        if reference is None or id(original) in self._called:
+            return updated
+        if reference.path == "tf" or self._is_alias(original, reference):
+            return self._bare(original, updated, reference)
+        rows = self._rows(original, reference)
+        if rows is None:
+            return updated
+        if rows[0].kind not in {"name", "expression"}:
+            hint = rows[0].note if rows[0].kind == "none" else f"it must be called here. HINT: {rows[0].target}"
+            self._keep(original, reference, hint)
+            return updated
+        new = self._name(original, reference, rows)
+        self._need(new)
+        self._change(original, reference.path, rows[0].target + reference.path.removeprefix(rows[0].name), rows[0].note)
+        return new
+
+    def _is_alias(self, original: cst.Name | cst.Attribute, reference: Reference) -> bool:
+        """Whether it is the value of `math = tf.math`, a module without a counterpart whose uses are all replaced."""
+        parent = self.get_metadata(ParentNodeProvider, original)
+        if not isinstance(parent, cst.Assign) or self._table.find(reference.path)[0]:
+            return False
+        return any(
+            binding.statement is parent.targets[0].target and binding.path == reference.path
+            for binding in self._names.bindings.values()
+        )
+
+    def _bare(
+        self, original: cst.Name | cst.Attribute, updated: cst.BaseExpression, reference: Reference
+    ) -> cst.BaseExpression:
+        self._keep(original, reference, "a module has no counterpart as a value. Use its full name where it is used.")
+        return updated
+
+    def _name(
+        self, original: cst.BaseExpression, reference: Reference, rows: Sequence[Row]
+    ) -> cst.BaseExpression:
+        row = rows[0]
+        target = row.target + reference.path.removeprefix(row.name)
+        if reference.is_spelled(target):
+            self.remaining.add(id(reference.binding))
+            return original
+        return cst.parse_expression(target)
+
+    def _rows(self, node: cst.CSTNode, reference: Reference) -> Sequence[Row] | None:
+        """Returns the rows of a name that is to be replaced. Reports it if it stays."""
+        rows, _ = self._table.find(reference.path)
+        if self._depth_in_tensorflow:
+            is_layer = bool(rows) and rows[0].kind == "name" and rows[0].target.startswith("keras.")
+            if is_layer and not rows[0].target.startswith(("keras.ops", "keras.random", "keras.backend")):
+                return rows
+        elif not rows:
+            self._keep(node, reference, "the table of names does not have it, so nothing was changed.")
+            return None
+        elif rows[0].kind != "keep":
+            return rows
+        self._report.kept += 1
+        self.remaining.add(id(reference.binding))
+        return None
+
+    def _keep(self, node: cst.CSTNode, reference: Reference, reason: str) -> None:
+        self.remaining.add(id(reference.binding))
+        self._look(node, reference.path, reason)
+
+    def _is_shape(self, call: cst.Call) -> bool:
+        """Whether a call of `tf.shape` is used as a tuple of numbers can be."""
+        parent = self.get_metadata(ParentNodeProvider, call)
+        if isinstance(parent, cst.Assign) and len(parent.targets) == 1:
+            target = parent.targets[0].target
+            scope = self.get_metadata(ScopeProvider, target, None)
+            if isinstance(target, cst.Name) and isinstance(scope, Scope):
+                uses = [access.node for assignment in scope[target.value] for access in assignment.references]
+                return all(self._takes_tuple(use) for use in uses)
+            return isinstance(target, cst.Tuple)
+        return self._takes_tuple(call)
+
+    def _takes_tuple(self, node: cst.CSTNode) -> bool:
+        parent = self.get_metadata(ParentNodeProvider, node)
+        if isinstance(parent, cst.Subscript):
+            return parent.value is node
+        if not isinstance(parent, cst.Arg):
+            return False
+        call = self.get_metadata(ParentNodeProvider, parent)
+        return isinstance(call, cst.Call) and self._regions.path(call.func) in _TAKE_SHAPES
+
+    @override
+    def leave_Expr(self, original_node: cst.Expr, updated_node: cst.Expr) -> cst.Expr | cst.RemovalSentinel:
+        return cst.RemoveFromParent() if id(original_node.value) in self._dropped else updated_node
+
+    # Methods of objects whose classes nobody knows.
+
+    def _of_method(self, original: cst.Call, updated: cst.Call) -> cst.BaseExpression:
+        if self._depth_in_tensorflow or not isinstance(original.func, cst.Attribute):
+            return updated
+        name = original.func.attr.value
+        rows = self._table.rows(f".{name}")
+        root = dotted(original.func.value).partition(".")[0]
+        if not rows or (root and any(self._names.assigned.get(root, ()))):
+            return updated
+        try:
+            if rows[0].kind == "none":
+                raise MismatchError(rows[0].note)
+            func = updated.func.with_changes(attr=cst.Name(rows[0].target)) if rows[0].kind == "name" else None
+            new = migrated(rows, updated, func)
+        except MismatchError as e:
+            self._look(original, f".{name}()", str(e))
+            return updated
+        self._need(new)
+        self._change(original, f".{name}()", rows[0].target, rows[0].note)
+        return self._with_comments(original, new)
+
+    def _with_comments(self, original: cst.Call, new: cst.BaseExpression) -> cst.BaseExpression:
+        """Writes comments of a call that its replacement does not have above the statement."""
+        if "#" in source_of(original):
+            before, after = (
+                [node.value for node in m.findall(call, m.Comment()) if isinstance(node, cst.Comment)]
+                for call in (original, new)
+            )
+            for comment in after:
+                before.remove(comment)
+            self._marks[-1] += before
+        return new
+
+    # Statements.
+
+    @override
+    def visit_For(self, node: cst.For) -> None:
+        if self._depth_in_tensorflow:
+            return
+        names = self._functions[-1] if self._functions else None
+        if isinstance(node.iter, cst.Call) and self._regions.path(node.iter.func) == "tf.range":
+            bounds = {dotted(arg.value) for arg in node.iter.args}
+            if names and (bounds & (names.parameters | names.results) or any(has_result(arg.value, self._regions.path, names.results) for arg in node.iter.args)):
+                self._look(node, "for", "over a number that may be a tensor. HINT: phalanx.while_loop, or range(n)")
+            elif all(arg.keyword is None for arg in node.iter.args):
+                self._loops.add(id(node.iter))
+        elif names and isinstance(node.iter, cst.Name) and node.iter.value in names.parameters:
+            if any(word in node.iter.value.lower() for word in ("iter", "data", "ds")):
+                self._look(node, "for", "a loop over a dataset cannot be compiled. HINT: put the loop around the function")
+
+    @override
+    def visit_If(self, node: cst.If) -> None:
+        self._look_at_test(node, "if", node.test, "HINT: phalanx.cond(test, true_fn, false_fn), or keras.ops.where")
+
+    @override
+    def visit_IfExp(self, node: cst.IfExp) -> None:
+        self._look_at_test(node, "if", node.test, "HINT: keras.ops.where(test, x, y)")
+
+    @override
+    def visit_While(self, node: cst.While) -> None:
+        self._look_at_test(node, "while", node.test, "HINT: phalanx.while_loop(cond, body, init)")
+
+    @override
+    def visit_Assert(self, node: cst.Assert) -> None:
+        self._look_at_test(node, "assert", node.test, "HINT: leave it out, or assert outside the function")
+
+    def _look_at_test(self, node: cst.CSTNode, word: str, test: cst.BaseExpression, hint: str) -> None:
+        if self._functions and not self._depth_in_tensorflow:
+            if may_be_tensor(test, self._functions[-1], self._regions.path):
+                self._look(node, word, f"the condition may be a tensor, in a compiled function. {hint}")
+
+    @override
+    def visit_With(self, node: cst.With) -> None:
+        if id(node) in self._regions.bare_tapes:
+            hint = "HINT: put the step into a function with @phalanx.function, without side effects in Python"
+            self._look(node, "tf.GradientTape", f"a tape records only in a compiled function. {hint}")
+
+    @override
+    def visit_ClassDef(self, node: cst.ClassDef) -> None:
+        methods = {f.name.value for f in node.body.body if isinstance(f, cst.FunctionDef)}
+        if methods & {"train_step", "test_step"} and not self._has_strategy:
+            hint = 'HINT: create the model in `with phalanx.OneDeviceStrategy("cpu:0").scope():`'
+            self._look(node, "train_step", f"steps of your own need a strategy. {hint}")
+
+    @override
+    def leave_FunctionDef(
+        self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
+    ) -> cst.FunctionDef:
+        if id(original_node) not in self._regions.to_decorate:
+            return updated_node
+        self.roots.add("phalanx")
+        self._change(original_node, "tf.GradientTape", "@phalanx.function", "a tape records only in a compiled function")
+        decorator = cst.Decorator(cst.parse_expression("phalanx.function"))
+        return updated_node.with_changes(decorators=[*updated_node.decorators, decorator])
+
+
+def _target_of(row: Row, new: cst.BaseExpression) -> str:
+    if row.kind != "name" and isinstance(new, cst.Call) and dotted(new.func):
+        return dotted(new.func)
+    return row.target
+
+
+def _marked(statement: CSTNodeT, marks: Sequence[str]) -> CSTNodeT:
+    """Returns a statement with comments above it that are not there yet."""
+    lines: Sequence[cst.EmptyLine] = getattr(statement, "leading_lines", ())
+    present = {line.comment.value for line in lines if line.comment}
+    new = [cst.EmptyLine(comment=cst.Comment(mark)) for mark in dict.fromkeys(marks) if mark not in present]
+    return statement.with_changes(leading_lines=[*lines, *new])
