@@ -45,6 +45,9 @@ def migrated(rows: Sequence[Row], call: cst.Call, func: cst.BaseExpression | Non
         except MismatchError as e:
             reasons.append(str(e))
             continue
+        if row.kind == "none":
+            reasons.append(row.note)
+            continue
         if row.kind == "name":
             return call.with_changes(
                 func=func or cst.parse_expression(row.target), args=_arguments(row, call.args, bound)
@@ -196,6 +199,6 @@ class _Filling(cst.CSTTransformer):
         value = self._values.get(original_node.value.removeprefix("place_"))
         if value is None or not original_node.value.startswith("place_"):
             return updated_node
-        is_alone = id(original_node) in self._alone and not isinstance(value, cst.GeneratorExp | cst.Lambda)
+        is_alone = id(original_node) in self._alone and not isinstance(value, cst.GeneratorExp)
         clone = value.deep_clone()
         return clone if is_alone else in_parentheses(clone)

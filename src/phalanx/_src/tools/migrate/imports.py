@@ -18,6 +18,9 @@ MODULES: Mapping[str, str] = {
 }
 """What new names begin with, and the modules that these are."""
 
+REMOVED = cst.Expr(cst.Name("__phalanx_removed__"))
+"""Stands for a removed statement. If nothing stood for it, its comments would be gone before they can move."""
+
 _BEFORE = {"keras", "jax", "tensorflow"}
 """Modules that are imported after Phalanx."""
 
@@ -71,46 +74,38 @@ class Imports(cst.CSTTransformer):
     @override
     def leave_Import(
         self, original_node: cst.Import, updated_node: cst.Import
-    ) -> cst.Import | cst.RemovalSentinel | cst.FlattenSentinel[cst.BaseSmallStatement]:
-        return self._replaced(original_node)
+    ) -> cst.FlattenSentinel[cst.BaseSmallStatement]:
+        return cst.FlattenSentinel(self._replaced(original_node))
 
     @override
     def leave_ImportFrom(
         self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom
-    ) -> cst.ImportFrom | cst.RemovalSentinel | cst.FlattenSentinel[cst.BaseSmallStatement]:
-        return self._replaced(original_node)
+    ) -> cst.FlattenSentinel[cst.BaseSmallStatement]:
+        return cst.FlattenSentinel(self._replaced(original_node))
 
-    def _replaced(self, statement: cst.Import | cst.ImportFrom):  # type: ignore[no-untyped-def]
+    def _replaced(self, statement: cst.Import | cst.ImportFrom) -> list[cst.BaseSmallStatement]:
         stays: list[cst.ImportAlias] = []
         moved: dict[str, list[str]] = {}
-        is_of_tensorflow = False
         for alias, local, qualified in aliases_of(statement):
             binding = self._bindings.get((id(statement), local))
-            if binding is None or not path_in_tensorflow(qualified):
+            is_used = binding is not None and id(binding) in self._remaining
+            if binding is None or not path_in_tensorflow(qualified) or (is_used and not binding.target):
                 stays.append(alias)
-                continue
-            is_of_tensorflow = True
-            if id(binding) in self._remaining and binding.target:
+            elif is_used:
                 parent, _, last = binding.target.rpartition(".")
-                if parent:
+                if parent or local != last:  # The import of a module by its own name is one of the needed ones.
                     moved.setdefault(parent, []).append(last + (f" as {local}" if local != last else ""))
-                elif local != last:
-                    moved.setdefault("", []).append(f"{last} as {local}")
-            elif id(binding) in self._remaining:
-                stays.append(alias)
-        if not is_of_tensorflow:
-            return statement
+        if isinstance(statement.names, cst.ImportStar) or len(stays) == len(statement.names):
+            return [statement]
         new: list[cst.BaseSmallStatement] = []
         for parent, names in moved.items():
             text = f"from {parent} import {', '.join(names)}" if parent else f"import {', '.join(names)}"
-            line = cst.ensure_type(cst.parse_statement(text), cst.SimpleStatementLine)
-            new.append(line.body[0])
+            new += cst.ensure_type(cst.parse_statement(text), cst.SimpleStatementLine).body
         if stays:
-            last_alias = stays[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)
-            new.append(statement.with_changes(names=[*stays[:-1], last_alias]))
-        if not new:
-            return cst.RemoveFromParent()
-        return new[0] if len(new) == 1 else cst.FlattenSentinel(new)
+            new.append(
+                statement.with_changes(names=[*stays[:-1], stays[-1].with_changes(comma=cst.MaybeSentinel.DEFAULT)])
+            )
+        return new or [REMOVED.deep_clone()]
 
     # Bodies.
 
@@ -118,13 +113,15 @@ class Imports(cst.CSTTransformer):
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.SimpleStatementLine]:
-        statements = updated_node.body
-        if len(statements) > len(original_node.body):
-            lines = [cst.SimpleStatementLine([statement.with_changes(semicolon=cst.MaybeSentinel.DEFAULT)]) for statement in statements]
-            lines[0] = lines[0].with_changes(leading_lines=updated_node.leading_lines)
-            lines[-1] = lines[-1].with_changes(trailing_whitespace=updated_node.trailing_whitespace)
-            return cst.FlattenSentinel(lines)
-        return updated_node
+        """Removes what stands for removed statements from lines of several, and writes each new import on a line."""
+        statements = [small for small in updated_node.body if not small.deep_equals(REMOVED)] or [REMOVED.deep_clone()]
+        if len(statements) <= len(original_node.body):
+            return updated_node.with_changes(body=statements)
+        end = cst.MaybeSentinel.DEFAULT
+        lines = [cst.SimpleStatementLine([small.with_changes(semicolon=end)]) for small in statements]
+        lines[0] = lines[0].with_changes(leading_lines=updated_node.leading_lines)
+        lines[-1] = lines[-1].with_changes(trailing_whitespace=updated_node.trailing_whitespace)
+        return cst.FlattenSentinel(lines)
 
     @override
     def leave_IndentedBlock(
@@ -141,15 +138,13 @@ class Imports(cst.CSTTransformer):
         new = [_import_of(local) for local in MODULES if local in self._needed - self._present]
         body = list(updated_node.body)
         at = self._position(original_node)
-        # Statements may have been split before the position, but only imports of TensorFlow are, and the position is the first.
-        header = list(updated_node.header)
         if new and at < len(body):
             lines: Sequence[cst.EmptyLine] = getattr(body[at], "leading_lines", ())
             new[0] = new[0].with_changes(leading_lines=lines)
             body[at] = body[at].with_changes(leading_lines=[])
         body[at:at] = new
         kept, rest = _without_empty(body)
-        return updated_node.with_changes(body=kept, header=header, footer=[*rest, *updated_node.footer])
+        return updated_node.with_changes(body=kept, footer=[*rest, *updated_node.footer])
 
     @staticmethod
     def _position(module: cst.Module) -> int:
@@ -177,7 +172,7 @@ def _without_empty(body: Sequence[cst.BaseStatement]) -> tuple[list[cst.BaseStat
     pending: list[cst.EmptyLine] = []
     for statement in body:
         lines: Sequence[cst.EmptyLine] = getattr(statement, "leading_lines", ())
-        if isinstance(statement, cst.SimpleStatementLine) and not statement.body:
+        if isinstance(statement, cst.SimpleStatementLine) and statement.body[0].deep_equals(REMOVED):
             pending += [line for line in lines if line.comment or not pending]
             comment = statement.trailing_whitespace.comment
             if comment is not None:

@@ -12,7 +12,7 @@ from typing_extensions import override
 from phalanx._src.tools.migrate.calls import MismatchError, migrated, source_of
 from phalanx._src.tools.migrate.flow import TensorNames, has_result, may_be_tensor
 from phalanx._src.tools.migrate.forms import FORMS, LookError
-from phalanx._src.tools.migrate.imports import MODULES
+from phalanx._src.tools.migrate.imports import MODULES, REMOVED
 from phalanx._src.tools.migrate.names import Names, Reference, aliases_of, dotted
 from phalanx._src.tools.migrate.regions import Regions
 from phalanx._src.tools.migrate.report import CHANGED, LOOK, Report
@@ -169,7 +169,7 @@ class Transformer(cst.CSTTransformer):
     ) -> cst.BaseExpression:
         path, row = reference.path, rows[0]
         rest = path.removeprefix(row.name)
-        if row.kind in {"drop", "none"}:
+        if row.kind == "drop" or {row.kind for row in rows} == {"none"}:
             raise LookError(row.note)
         if id(original) in self._loops:
             new: cst.BaseExpression = updated.with_changes(func=cst.Name("range"))
@@ -277,8 +277,8 @@ class Transformer(cst.CSTTransformer):
         return isinstance(call, cst.Call) and self._regions.path(call.func) in _TAKE_SHAPES
 
     @override
-    def leave_Expr(self, original_node: cst.Expr, updated_node: cst.Expr) -> cst.Expr | cst.RemovalSentinel:
-        return cst.RemoveFromParent() if id(original_node.value) in self._dropped else updated_node
+    def leave_Expr(self, original_node: cst.Expr, updated_node: cst.Expr) -> cst.Expr:
+        return REMOVED.deep_clone() if id(original_node.value) in self._dropped else updated_node
 
     # Methods of objects whose classes nobody knows.
 
@@ -291,8 +291,6 @@ class Transformer(cst.CSTTransformer):
         if not rows or (root and any(self._names.assigned.get(root, ()))):
             return updated
         try:
-            if rows[0].kind == "none":
-                raise MismatchError(rows[0].note)
             func = updated.func.with_changes(attr=cst.Name(rows[0].target)) if rows[0].kind == "name" else None
             new = migrated(rows, updated, func)
         except MismatchError as e:
