@@ -55,7 +55,7 @@ def record_programs(names):
     for path in sorted((FOLDER / "programs").glob("*.py")):
         if path.name in names or not names:
             losses[path.name] = losses_of(path)
-    _write("programs.json", dict(sorted(losses.items())))
+            _write("programs.json", dict(sorted(losses.items())))
 
 
 def _write(name, values):

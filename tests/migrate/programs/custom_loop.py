@@ -19,7 +19,7 @@ with strategy.scope():
 
     model = tf.keras.Sequential([tf.keras.layers.Dense(8, activation=tf.nn.tanh), tf.keras.layers.Dense(1)])
     model.build((None, 5))
-    optimizer = tf.keras.optimizers.SGD(learning_rate=0.5, momentum=0.5)
+    optimizer = tf.keras.optimizers.SGD(learning_rate=0.5)
     accuracy = tf.keras.metrics.BinaryAccuracy(threshold=0.0)
 
 weights = np.random.default_rng(1)

@@ -16,12 +16,18 @@ class CVAE(tf.keras.Model):
         super().__init__()
         self.latent_dim = latent_dim
         self.encoder = tf.keras.Sequential(
-            [tf.keras.layers.InputLayer(shape=(12,)), tf.keras.layers.Dense(8, activation="relu"),
-             tf.keras.layers.Dense(latent_dim + latent_dim)]
+            [
+                tf.keras.layers.InputLayer(shape=(12,)),
+                tf.keras.layers.Dense(8, activation="relu"),
+                tf.keras.layers.Dense(latent_dim + latent_dim),
+            ]
         )
         self.decoder = tf.keras.Sequential(
-            [tf.keras.layers.InputLayer(shape=(latent_dim,)), tf.keras.layers.Dense(8, activation=tf.nn.relu),
-             tf.keras.layers.Dense(12)]
+            [
+                tf.keras.layers.InputLayer(shape=(latent_dim,)),
+                tf.keras.layers.Dense(8, activation=tf.nn.relu),
+                tf.keras.layers.Dense(12),
+            ]
         )
 
     def encode(self, x):

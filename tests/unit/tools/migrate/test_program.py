@@ -108,7 +108,9 @@ def test_program_that_cannot_be_migrated_stays_as_it_is(source, reason):
     assert reason in looks[0]
 
 
-@pytest.mark.parametrize("source", ["import tensorflow\nprint 'x'\n", "import tensorflow\ndef f(:\n", "tensorflow = '\n"])
+@pytest.mark.parametrize(
+    "source", ["import tensorflow\nprint 'x'\n", "import tensorflow\ndef f(:\n", "tensorflow = '\n"]
+)
 def test_file_that_is_not_python_is_reported_with_its_line(source):
     migration = migrate(source.encode(), "train.py", the_table())
     assert migration.report.exit_code == 2
@@ -144,7 +146,12 @@ y = tf.cast(1, tf.float32)
     assert looks == []
     assert "import tensorflow as tf" in new
     assert "keras.layers.Resizing" in new
-    for line in ("return tf.cast(x, tf.float32)", "tf.constant(255.0)", "tf.reduce_all(x > 0)", 'ops.cast(1, "float32")'):
+    for line in (
+        "return tf.cast(x, tf.float32)",
+        "tf.constant(255.0)",
+        "tf.reduce_all(x > 0)",
+        'ops.cast(1, "float32")',
+    ):
         assert line in new
 
 
@@ -195,7 +202,9 @@ def test_control_flow_over_tensors_is_marked(line, word):
     assert looks[0].startswith(f"4: {word}: ")
 
 
-@pytest.mark.parametrize("line", ["if training:", "if x is None:", "if mode == 'a':", "if x.shape[0] > 1:", "if len(x) > 1:"])
+@pytest.mark.parametrize(
+    "line", ["if training:", "if x is None:", "if mode == 'a':", "if x.shape[0] > 1:", "if len(x) > 1:"]
+)
 def test_control_flow_over_python_values_is_left_alone(line):
     _, looks = migrated(f"{HEAD}@tf.function\ndef step(x, mode, training=False):\n    {line}\n        tf.ones(1)\n")
     assert looks == []
@@ -210,7 +219,9 @@ def test_calls_that_are_not_needed_are_removed():
 
 
 def test_train_step_without_a_strategy_is_marked():
-    _, looks = migrated("from tensorflow import keras\nclass M(keras.Model):\n    def train_step(self, data):\n        pass\n")
+    _, looks = migrated(
+        "from tensorflow import keras\nclass M(keras.Model):\n    def train_step(self, data):\n        pass\n"
+    )
     assert "steps of your own need a strategy" in looks[0]
 
 
@@ -237,4 +248,3 @@ def test_random_programs_parse_and_change_once(texts, data):
     compile(new, "train.py", "exec")
     assert comments(new) == comments(source)
     assert migrated(new)[0] == new
-

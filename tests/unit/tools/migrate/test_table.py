@@ -9,9 +9,9 @@ import pytest
 
 from phalanx._src.tools.migrate.forms import FORMS
 from phalanx._src.tools.migrate.imports import MODULES
-from phalanx._src.tools.migrate.table import Argument, Row, Table, the_table
+from phalanx._src.tools.migrate.table import Argument, NameTable, Row, the_table
 
-LINES = (pathlib.Path(inspect.getfile(Table)).parent / "names.tsv").read_text().splitlines()[1:]
+LINES = (pathlib.Path(inspect.getfile(NameTable)).parent / "names.tsv").read_text().splitlines()[1:]
 ROWS = [Row.parse(line) for line in LINES]
 PUBLIC = (pathlib.Path(__file__).parent / "tf_public_names.txt").read_text().split()
 

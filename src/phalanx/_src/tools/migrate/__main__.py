@@ -72,7 +72,9 @@ def _files(path: Path) -> list[Path]:
         )
     if path.exists():
         return [path]
-    raise InvalidArgumentError(f"phalanx migrate {path}", "there is no such file or folder.", "phalanx migrate train.py")
+    raise InvalidArgumentError(
+        f"phalanx migrate {path}", "there is no such file or folder.", "phalanx migrate train.py"
+    )
 
 
 def _target(file: Path, root: Path, output: Path) -> Path:
@@ -82,8 +84,8 @@ def _target(file: Path, root: Path, output: Path) -> Path:
 
 
 def _print_diff(before: bytes, after: bytes, file: Path) -> None:
-    lines = [text.decode(errors="replace").splitlines(keepends=True) for text in (before, after)]
-    sys.stdout.writelines(difflib.unified_diff(*lines, str(file), str(file)))
+    old, new = (text.decode(errors="replace").splitlines(keepends=True) for text in (before, after))
+    sys.stdout.writelines(difflib.unified_diff(old, new, str(file), str(file)))
 
 
 if __name__ == "__main__":

@@ -127,18 +127,20 @@ def _arguments(row: Row, args: Sequence[cst.Arg], bound: _Bound) -> list[cst.Arg
         elif argument.target == "" or argument.is_refused:
             is_spread = False
             continue
-        elif arg.keyword is None and argument.name in leading and is_spread:
-            changed.append(arg)
-        elif arg.keyword is not None and arg.keyword.value == argument.target:
+        elif (
+            arg.keyword is None
+            and argument.name in leading
+            and is_spread
+            or arg.keyword is not None
+            and arg.keyword.value == argument.target
+        ):
             changed.append(arg)
         else:
             equal = _NO_SPACE if arg.keyword is None else arg.equal
             changed.append(arg.with_changes(keyword=cst.Name(argument.target), equal=equal))
     if args and changed and of.get(id(args[-1])) is not None and len(changed) < len(args):
         # What follows the last argument (a comma, a line break) stays behind the last one.
-        changed[-1] = changed[-1].with_changes(
-            comma=args[-1].comma, whitespace_after_arg=args[-1].whitespace_after_arg
-        )
+        changed[-1] = changed[-1].with_changes(comma=args[-1].comma, whitespace_after_arg=args[-1].whitespace_after_arg)
     return changed
 
 
@@ -165,7 +167,8 @@ def _filled(text: str, args: Mapping[str, cst.Arg]) -> cst.BaseExpression:
         else:
             raise MismatchError(f"it has no counterpart without `{name}`")
         values[name] = value
-    expression = cst.ensure_type(_template(text).deep_clone().visit(_Filling(values)), cst.BaseExpression)
+    expression = _template(text).deep_clone().visit(_Filling(values))
+    assert isinstance(expression, cst.BaseExpression)
     if wrapped:
         parameters = ", ".join(f"_{name}" for name, _ in wrapped)
         function = cst.parse_expression(f"(lambda {parameters}: 0)")

@@ -9,7 +9,12 @@ from typing_extensions import override
 
 from phalanx._src.tools.migrate.names import dotted
 
-_STATIC = {"tf.executing_eagerly", "tf.is_tensor", "tf.distribute.in_cross_replica_context", "tf.distribute.has_strategy"}
+_STATIC = {
+    "tf.executing_eagerly",
+    "tf.is_tensor",
+    "tf.distribute.in_cross_replica_context",
+    "tf.distribute.has_strategy",
+}
 
 
 @final

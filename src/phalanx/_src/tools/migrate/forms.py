@@ -39,18 +39,28 @@ def _expression(template: str, args: Mapping[str, cst.Arg | None]) -> cst.BaseEx
 def _split(call: cst.Call) -> cst.BaseExpression:
     """TensorFlow takes sizes, and Keras takes indices."""
     args = _args(call, "value", "num_or_size_splits", "axis", "num", "name")
-    count, axis = _value(args.get("num_or_size_splits")), args.get("axis")
-    if isinstance(count, list | tuple) and all(isinstance(size, int) and size >= 0 for size in count):
-        indices = [sum(count[: i + 1]) for i in range(len(count) - 1)]
-        args["num_or_size_splits"] = cst.Arg(cst.parse_expression(repr(indices)))
-    elif not isinstance(count, int):
+    count, axis = args.get("num_or_size_splits"), args.get("axis")
+    sizes = count.value if count is not None else None
+    if isinstance(sizes, cst.List | cst.Tuple) and all(_is_size(element) for element in sizes.elements):
+        texts = [source_of(element.value) for element in sizes.elements]
+        values = [_value(cst.Arg(element.value)) for element in sizes.elements]
+        numbers = [value for value in values if isinstance(value, int)]
+        are_known = len(numbers) == len(texts)
+        indices = [
+            str(sum(numbers[: i + 1])) if are_known else " + ".join(texts[: i + 1]) for i in range(len(texts) - 1)
+        ]
+        args["num_or_size_splits"] = cst.Arg(cst.parse_expression(f"[{', '.join(indices)}]"))
+    elif not isinstance(_value(count), int):
         raise LookError(
             "it takes sizes, and keras.ops.split takes a number of parts or indices. "
             "HINT: keras.ops.split(x, 3, axis), or keras.ops.split(x, np.cumsum(sizes)[:-1], axis)"
         )
-    return _expression(
-        "keras.ops.split({value}, {num_or_size_splits}" + (", axis={axis})" if axis else ")"), args
-    )
+    return _expression("keras.ops.split({value}, {num_or_size_splits}" + (", axis={axis})" if axis else ")"), args)
+
+
+def _is_size(element: cst.BaseElement) -> bool:
+    """Whether an element of a list is one size. A negative one stands for the rest in TensorFlow."""
+    return isinstance(element, cst.Element) and isinstance(element.value, cst.Integer | cst.Name | cst.Attribute)
 
 
 def _strided(target: str, filters: str, window: str) -> Callable[[cst.Call], cst.BaseExpression]:
@@ -59,7 +69,11 @@ def _strided(target: str, filters: str, window: str) -> Callable[[cst.Call], cst
 
     def form(call: cst.Call) -> cst.BaseExpression:
         args = _args(call, *names)
-        for name, allowed in (("data_format", ("NHWC", "NWC")), ("dilations", (1, None)), ("padding", ("SAME", "VALID"))):
+        for name, allowed in (
+            ("data_format", ("NHWC", "NWC")),
+            ("dilations", (1, None)),
+            ("padding", ("SAME", "VALID")),
+        ):
             if name in args and _value(args[name]) not in allowed:
                 raise LookError(f"the argument `{name}` must be {allowed[0]!r}. HINT: {target}(...)")
         sizes = [name for name in ("strides", filters) if name == "strides" or window == "pool_size"]
@@ -70,9 +84,7 @@ def _strided(target: str, filters: str, window: str) -> Callable[[cst.Call], cst
             elif not isinstance(value, int):
                 raise LookError(f"the argument `{name}` is not a number in the program. HINT: {target}(...)")
         padding = str(_value(args["padding"])).lower()
-        return _expression(
-            f"{target}({{input}}, {{{filters}}}, strides={{strides}}, padding={padding!r})", args
-        )
+        return _expression(f"{target}({{input}}, {{{filters}}}, strides={{strides}}, padding={padding!r})", args)
 
     return form
 

@@ -62,8 +62,8 @@ class Imports(cst.CSTTransformer):
             self._needed.add("phalanx")
         self._present = {local for local, module in MODULES.items() if module in assigned.get(local, ())}
         for local in sorted(self._needed & set(MODULES)):
-            others = set(assigned.get(local, ())) - {MODULES[local], f"tensorflow.{local}"}
-            if others:
+            meanings = set(assigned.get(local, ())) - {MODULES[local], f"tensorflow.{local}"}
+            if meanings:
                 raise RefusedError(
                     cst.Pass(), f"the name `{local}` stands for something else than {MODULES[local]}. Rename it."
                 )
@@ -143,8 +143,8 @@ class Imports(cst.CSTTransformer):
             new[0] = new[0].with_changes(leading_lines=lines)
             body[at] = body[at].with_changes(leading_lines=[])
         body[at:at] = new
-        kept, rest = _without_empty(body)
-        return updated_node.with_changes(body=kept, footer=[*rest, *updated_node.footer])
+        remaining, rest = _without_empty(body)
+        return updated_node.with_changes(body=remaining, footer=[*rest, *updated_node.footer])
 
     @staticmethod
     def _position(module: cst.Module) -> int:
@@ -168,7 +168,7 @@ class Imports(cst.CSTTransformer):
 
 def _without_empty(body: Sequence[cst.BaseStatement]) -> tuple[list[cst.BaseStatement], list[cst.EmptyLine]]:
     """Returns the statements that are not empty, and the comments of empty ones at the end. Other comments move to the next."""
-    kept: list[cst.BaseStatement] = []
+    remaining: list[cst.BaseStatement] = []
     pending: list[cst.EmptyLine] = []
     for statement in body:
         lines: Sequence[cst.EmptyLine] = getattr(statement, "leading_lines", ())
@@ -179,11 +179,11 @@ def _without_empty(body: Sequence[cst.BaseStatement]) -> tuple[list[cst.BaseStat
                 pending.append(cst.EmptyLine(comment=comment))
         elif pending:
             # One empty line between two statements is not lost when the second moves up.
-            kept.append(statement.with_changes(leading_lines=_joined(pending, lines)))
+            remaining.append(statement.with_changes(leading_lines=_joined(pending, lines)))
             pending = []
         else:
-            kept.append(statement)
-    return kept, pending
+            remaining.append(statement)
+    return remaining, pending
 
 
 def _joined(first: Sequence[cst.EmptyLine], second: Sequence[cst.EmptyLine]) -> list[cst.EmptyLine]:

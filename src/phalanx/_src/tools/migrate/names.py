@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import final
 
 import libcst as cst
-from libcst.metadata import Assignment, BaseAssignment, ImportAssignment, ParentNodeProvider, Scope, ScopeProvider
+from libcst.metadata import Assignment, BaseAssignment, ImportAssignment, Scope
 
-from phalanx._src.tools.migrate.table import Table
+from phalanx._src.tools.migrate.table import NameTable
 
 Chain = cst.Name | cst.Attribute
 
@@ -106,7 +106,7 @@ def aliases_of(statement: cst.Import | cst.ImportFrom) -> Iterator[tuple[cst.Imp
 
 
 @final
-class Names:
+class UsedNames:
     """The uses of TensorFlow in a module.
 
     Args:
@@ -119,7 +119,7 @@ class Names:
     """
 
     def __init__(
-        self, scopes: Mapping[cst.CSTNode, Scope | None], parents: Mapping[cst.CSTNode, cst.CSTNode], table: Table
+        self, scopes: Mapping[cst.CSTNode, Scope | None], parents: Mapping[cst.CSTNode, cst.CSTNode], table: NameTable
     ) -> None:
         self._scopes, self._parents, self._table = scopes, parents, table
         self._references: dict[int, Reference] = {}
@@ -138,8 +138,6 @@ class Names:
             assignment, binding = pending.pop()
             for access in assignment.references:
                 pending += self._refer(access.node, access.referents, binding)
-
-    METADATA = (ScopeProvider, ParentNodeProvider)
 
     def reference(self, node: cst.CSTNode) -> Reference | None:
         """Returns what a chain of names stands for in TensorFlow, or None."""
@@ -162,13 +160,13 @@ class Names:
         statement = assignment.node
         if not isinstance(statement, cst.Import | cst.ImportFrom):
             return []
-        found = []
+        pairs: list[tuple[BaseAssignment, Binding]] = []
         for _, local, qualified in aliases_of(statement):
             if local == name:
                 self.assigned.setdefault(name, set()).add(qualified)
                 if path := path_in_tensorflow(qualified):
-                    found.append((assignment, self._bind(statement, local, path)))
-        return found
+                    pairs.append((assignment, self._bind(statement, local, path)))
+        return pairs
 
     def _bind(self, statement: cst.CSTNode, local: str, path: str) -> Binding:
         rows = self._table.rows(path)

@@ -7,7 +7,7 @@ from typing import final
 
 from phalanx._src.tools.migrate.program import Migration, migrate
 from phalanx._src.tools.migrate.report import UNREADABLE, Finding, Report
-from phalanx._src.tools.migrate.table import Table
+from phalanx._src.tools.migrate.table import NameTable
 from phalanx.typing import PyTree
 
 _CELL = "__phalanx_cell__"
@@ -44,7 +44,7 @@ class _Magics:
         return _OF_MAGIC.sub(lambda match: self._lines[int(match[1])], source)
 
 
-def migrate_notebook(source: bytes, path: str, table: Table) -> Migration:
+def migrate_notebook(source: bytes, path: str, table: NameTable) -> Migration:
     """Returns a notebook of TensorFlow as a notebook of Phalanx.
 
     Args:
@@ -80,7 +80,7 @@ def _by_cell(report: Report, program: str) -> Report:
         cell = sum(start <= finding.line for start in starts)
         line = finding.line - starts[cell - 1] if cell else finding.line
         findings.append(Finding(finding.line, finding.kind, f"{finding.text}", f"cell {cell}, line {line}"))
-    return Report(report.path, findings, report.kept)
+    return Report(report.path, findings, report.in_tensorflow)
 
 
 def _set_source(cell: dict[str, PyTree], before: str, after: str) -> None:

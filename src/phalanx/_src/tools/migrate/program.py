@@ -8,11 +8,11 @@ import libcst as cst
 from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider, ScopeProvider
 
 from phalanx._src.tools.migrate.imports import Imports
-from phalanx._src.tools.migrate.names import Names, RefusedError
+from phalanx._src.tools.migrate.names import RefusedError, UsedNames
 from phalanx._src.tools.migrate.refusals import Refusals
 from phalanx._src.tools.migrate.regions import Regions
 from phalanx._src.tools.migrate.report import LOOK, UNREADABLE, Report
-from phalanx._src.tools.migrate.table import Table
+from phalanx._src.tools.migrate.table import NameTable
 from phalanx._src.tools.migrate.transformer import Transformer
 
 
@@ -30,7 +30,7 @@ class Migration:
     report: Report
 
 
-def migrate(source: bytes, path: str, table: Table) -> Migration:
+def migrate(source: bytes, path: str, table: NameTable) -> Migration:
     """Returns a program of TensorFlow as a program of Phalanx.
 
     Args:
@@ -59,9 +59,9 @@ def migrate(source: bytes, path: str, table: Table) -> Migration:
     return Migration(migrated.bytes, report)
 
 
-def _migrated(wrapper: MetadataWrapper, table: Table, report: Report) -> cst.Module:
+def _migrated(wrapper: MetadataWrapper, table: NameTable, report: Report) -> cst.Module:
     parents = wrapper.resolve(ParentNodeProvider)
-    names = Names(wrapper.resolve(ScopeProvider), parents, table)
+    names = UsedNames(wrapper.resolve(ScopeProvider), parents, table)
     wrapper.module.visit(Refusals(names))
     if not names.bindings:
         return wrapper.module

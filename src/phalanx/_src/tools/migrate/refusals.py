@@ -7,7 +7,7 @@ import libcst as cst
 from typing_extensions import override
 
 from phalanx._src.tools.migrate.calls import source_of
-from phalanx._src.tools.migrate.names import Names, RefusedError, dotted
+from phalanx._src.tools.migrate.names import RefusedError, UsedNames, dotted
 
 _SESSIONS = {
     "ConfigProto", "Graph", "InteractiveSession", "Session", "disable_eager_execution", "disable_v2_behavior",
@@ -27,7 +27,7 @@ class Refusals(cst.CSTVisitor):
       RefusedError: there is such a reason.
     """
 
-    def __init__(self, names: Names) -> None:
+    def __init__(self, names: UsedNames) -> None:
         super().__init__()
         self._names = names
 
@@ -43,7 +43,9 @@ class Refusals(cst.CSTVisitor):
             raise RefusedError(node, f"`{name}` may use names that are not in the source.")
         reference = self._names.reference(values[0]) if values else None
         if name in {"getattr", "setattr", "hasattr"} and reference is not None:
-            raise RefusedError(node, f"`{source_of(node)}` uses a name that is not in the source. Write {reference.path}.name.")
+            raise RefusedError(
+                node, f"`{source_of(node)}` uses a name that is not in the source. Write {reference.path}.name."
+            )
         if name.rpartition(".")[2] in {"__import__", "import_module"} and "tensorflow" in source_of(node):
             raise RefusedError(node, f"write `import tensorflow as tf` instead of `{source_of(node)}`.")
 

@@ -8,7 +8,7 @@ import libcst as cst
 from libcst.metadata import ParentNodeProvider
 from typing_extensions import override
 
-from phalanx._src.tools.migrate.names import Names, dotted
+from phalanx._src.tools.migrate.names import UsedNames, dotted
 
 Function = cst.FunctionDef | cst.Lambda
 
@@ -29,7 +29,7 @@ class Regions(cst.CSTVisitor):
 
     METADATA_DEPENDENCIES = (ParentNodeProvider,)
 
-    def __init__(self, names: Names, parents: Mapping[cst.CSTNode, cst.CSTNode]) -> None:
+    def __init__(self, names: UsedNames, parents: Mapping[cst.CSTNode, cst.CSTNode]) -> None:
         super().__init__()
         self._names, self._parents = names, parents
         self._methods: dict[str, list[cst.CSTNode]] = {}
@@ -63,7 +63,9 @@ class Regions(cst.CSTVisitor):
         for decorator in node.decorators:
             expression = decorator.decorator
             function = expression.func if isinstance(expression, cst.Call) else expression
-            if self.path(function) in {"tf.function", "tf.compat.v1.function"} or dotted(function).endswith(".function"):
+            if self.path(function) in {"tf.function", "tf.compat.v1.function"} or dotted(function).endswith(
+                ".function"
+            ):
                 self._compiled_roots.append(node)
 
     @override
@@ -122,9 +124,12 @@ class Regions(cst.CSTVisitor):
         """Yields the functions of this module that an expression may stand for."""
         if isinstance(expression, cst.Lambda):
             yield expression
-        elif isinstance(expression, cst.Call) and dotted(expression.func).rpartition(".")[2] == "partial":
-            yield from (function for arg in expression.args[:1] for function in self._functions(arg.value))
-        elif isinstance(expression, cst.Call) and self.path(expression.func) == "tf.function":
+        elif (
+            isinstance(expression, cst.Call)
+            and dotted(expression.func).rpartition(".")[2] == "partial"
+            or isinstance(expression, cst.Call)
+            and self.path(expression.func) == "tf.function"
+        ):
             yield from (function for arg in expression.args[:1] for function in self._functions(arg.value))
         elif isinstance(expression, cst.Name):
             yield from self._names.definitions.get(id(expression), [])

@@ -34,12 +34,12 @@ class Report:
     Attributes:
       path: the file.
       findings: what was found.
-      kept: how many names need TensorFlow and stay, mostly those of tf.data.
+      in_tensorflow: how many names need TensorFlow and stay, mostly those of tf.data.
     """
 
     path: str
     findings: list[Finding] = field(default_factory=list)
-    kept: int = 0
+    in_tensorflow: int = 0
 
     def add(self, line: int, kind: str, text: str) -> None:
         """Adds a finding."""
@@ -53,14 +53,16 @@ class Report:
 
     def lines(self) -> list[str]:
         """Returns the report as lines of text. Equal changes are one line."""
-        if not self.findings and not self.kept:
+        if not self.findings and not self.in_tensorflow:
             return [f"{self.path}: nothing to change"]
         changes = Counter(finding.text for finding in self.findings if finding.kind == CHANGED)
         looks = sorted(set(finding for finding in self.findings if finding.kind != CHANGED))
-        told = [f"  {text}" + (f"  ({times} times)" if times > 1 else "") for text, times in sorted(changes.items())]
-        told += [f"  {finding.place or f'line {finding.line}'}: {finding.text}" for finding in looks]
-        if self.kept:
-            told.append(f"  TensorFlow stays for {self.kept} names, as in tf.data: pip install tensorflow-cpu")
+        lines = [f"  {text}" + (f"  ({times} times)" if times > 1 else "") for text, times in sorted(changes.items())]
+        lines += [f"  {finding.place or f'line {finding.line}'}: {finding.text}" for finding in looks]
+        if self.in_tensorflow:
+            lines.append(
+                f"  TensorFlow stays for {self.in_tensorflow} names, as in tf.data: pip install tensorflow-cpu"
+            )
         changed = sum(changes.values())
         summary = f"{changed} change{'s' * (changed != 1)}, {len(looks)} line{'s' * (len(looks) != 1)} to look at"
-        return [f"{self.path}: {summary}", *told]
+        return [f"{self.path}: {summary}", *lines]

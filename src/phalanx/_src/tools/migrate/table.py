@@ -107,7 +107,7 @@ class Row:
 
 
 @final
-class Table:
+class NameTable:
     """All rows, by name."""
 
     def __init__(self, rows: list[Row]) -> None:
@@ -141,7 +141,7 @@ def _is_class(name: str) -> bool:
 
 
 @functools.cache
-def the_table() -> Table:
+def the_table() -> NameTable:
     """Returns the table that is part of Phalanx."""
     lines = (Path(__file__).parent / "names.tsv").read_text(encoding="utf-8").splitlines()
-    return Table([Row.parse(line) for line in lines if not line.startswith("#")])
+    return NameTable([Row.parse(line) for line in lines if not line.startswith("#")])

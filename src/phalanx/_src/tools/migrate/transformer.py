@@ -13,13 +13,12 @@ from phalanx._src.tools.migrate.calls import MismatchError, migrated, source_of
 from phalanx._src.tools.migrate.flow import TensorNames, has_result, may_be_tensor
 from phalanx._src.tools.migrate.forms import FORMS, LookError
 from phalanx._src.tools.migrate.imports import MODULES, REMOVED
-from phalanx._src.tools.migrate.names import Names, Reference, aliases_of, dotted
+from phalanx._src.tools.migrate.names import Reference, UsedNames, aliases_of, dotted
 from phalanx._src.tools.migrate.regions import Regions
 from phalanx._src.tools.migrate.report import CHANGED, LOOK, Report
-from phalanx._src.tools.migrate.table import Row, Table
+from phalanx._src.tools.migrate.table import NameTable, Row
 
 CSTNodeT = TypeVar("CSTNodeT", bound=cst.CSTNode)
-Left = CSTNodeT | cst.RemovalSentinel | cst.FlattenSentinel[CSTNodeT]
 
 MARK = "# phalanx: "
 _TAKE_SHAPES = {
@@ -42,7 +41,7 @@ class Transformer(cst.CSTTransformer):
 
     METADATA_DEPENDENCIES = (ParentNodeProvider, PositionProvider, ScopeProvider)
 
-    def __init__(self, names: Names, regions: Regions, table: Table, report: Report) -> None:
+    def __init__(self, names: UsedNames, regions: Regions, table: NameTable, report: Report) -> None:
         super().__init__()
         self._names, self._regions, self._table, self._report = names, regions, table, report
         self._marks: list[list[str]] = []
@@ -70,8 +69,10 @@ class Transformer(cst.CSTTransformer):
         return super().on_visit(node)
 
     @override
-    def on_leave(self, original_node: CSTNodeT, updated_node: CSTNodeT) -> Left[CSTNodeT]:
-        left: Left[CSTNodeT] = super().on_leave(original_node, updated_node)
+    def on_leave(
+        self, original_node: CSTNodeT, updated_node: CSTNodeT
+    ) -> CSTNodeT | cst.RemovalSentinel | cst.FlattenSentinel[CSTNodeT]:
+        left = super().on_leave(original_node, updated_node)
         if id(original_node) in self._regions.in_tensorflow:
             self._depth_in_tensorflow -= 1
         if id(original_node) in self._regions.compiled:
@@ -103,7 +104,7 @@ class Transformer(cst.CSTTransformer):
         """Notes the modules that a new expression uses."""
         self.roots |= {name.value for name in m.findall(node, m.Name()) if isinstance(name, cst.Name)} & set(MODULES)
 
-    # Names and calls of TensorFlow.
+    # UsedNames and calls of TensorFlow.
 
     @override
     def visit_Import(self, node: cst.Import) -> bool:
@@ -225,9 +226,7 @@ class Transformer(cst.CSTTransformer):
         self._keep(original, reference, "a module has no counterpart as a value. Use its full name where it is used.")
         return updated
 
-    def _name(
-        self, original: cst.BaseExpression, reference: Reference, rows: Sequence[Row]
-    ) -> cst.BaseExpression:
+    def _name(self, original: cst.BaseExpression, reference: Reference, rows: Sequence[Row]) -> cst.BaseExpression:
         row = rows[0]
         target = row.target + reference.path.removeprefix(row.name)
         if reference.is_spelled(target):
@@ -247,7 +246,7 @@ class Transformer(cst.CSTTransformer):
             return None
         elif rows[0].kind != "keep":
             return rows
-        self._report.kept += 1
+        self._report.in_tensorflow += 1
         self.remaining.add(id(reference.binding))
         return None
 
@@ -321,13 +320,18 @@ class Transformer(cst.CSTTransformer):
         names = self._functions[-1] if self._functions else None
         if isinstance(node.iter, cst.Call) and self._regions.path(node.iter.func) == "tf.range":
             bounds = {dotted(arg.value) for arg in node.iter.args}
-            if names and (bounds & (names.parameters | names.results) or any(has_result(arg.value, self._regions.path, names.results) for arg in node.iter.args)):
+            if names and (
+                bounds & (names.parameters | names.results)
+                or any(has_result(arg.value, self._regions.path, names.results) for arg in node.iter.args)
+            ):
                 self._look(node, "for", "over a number that may be a tensor. HINT: phalanx.while_loop, or range(n)")
             elif all(arg.keyword is None for arg in node.iter.args):
                 self._loops.add(id(node.iter))
         elif names and isinstance(node.iter, cst.Name) and node.iter.value in names.parameters:
             if any(word in node.iter.value.lower() for word in ("iter", "data", "ds")):
-                self._look(node, "for", "a loop over a dataset cannot be compiled. HINT: put the loop around the function")
+                self._look(
+                    node, "for", "a loop over a dataset cannot be compiled. HINT: put the loop around the function"
+                )
 
     @override
     def visit_If(self, node: cst.If) -> None:
@@ -364,13 +368,13 @@ class Transformer(cst.CSTTransformer):
             self._look(node, "train_step", f"steps of your own need a strategy. {hint}")
 
     @override
-    def leave_FunctionDef(
-        self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef
-    ) -> cst.FunctionDef:
+    def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
         if id(original_node) not in self._regions.to_decorate:
             return updated_node
         self.roots.add("phalanx")
-        self._change(original_node, "tf.GradientTape", "@phalanx.function", "a tape records only in a compiled function")
+        self._change(
+            original_node, "tf.GradientTape", "@phalanx.function", "a tape records only in a compiled function"
+        )
         decorator = cst.Decorator(cst.parse_expression("phalanx.function"))
         return updated_node.with_changes(decorators=[*updated_node.decorators, decorator])
 
