@@ -327,11 +327,8 @@ class Transformer(cst.CSTTransformer):
                 self._look(node, "for", "over a number that may be a tensor. HINT: phalanx.while_loop, or range(n)")
             elif all(arg.keyword is None for arg in node.iter.args):
                 self._loops.add(id(node.iter))
-        elif names and isinstance(node.iter, cst.Name) and node.iter.value in names.parameters:
-            if any(word in node.iter.value.lower() for word in ("iter", "data", "ds")):
-                self._look(
-                    node, "for", "a loop over a dataset cannot be compiled. HINT: put the loop around the function"
-                )
+        elif names and isinstance(node.iter, cst.Name) and _is_dataset(node.iter.value, names):
+            self._look(node, "for", "a loop over a dataset cannot be compiled. HINT: put the loop around the function")
 
     @override
     def visit_If(self, node: cst.If) -> None:
@@ -350,9 +347,9 @@ class Transformer(cst.CSTTransformer):
         self._look_at_test(node, "assert", node.test, "HINT: leave it out, or assert outside the function")
 
     def _look_at_test(self, node: cst.CSTNode, word: str, test: cst.BaseExpression, hint: str) -> None:
-        if self._functions and not self._depth_in_tensorflow:
-            if may_be_tensor(test, self._functions[-1], self._regions.path):
-                self._look(node, word, f"the condition may be a tensor, in a compiled function. {hint}")
+        is_compiled = self._functions and not self._depth_in_tensorflow
+        if is_compiled and may_be_tensor(test, self._functions[-1], self._regions.path):
+            self._look(node, word, f"the condition may be a tensor, in a compiled function. {hint}")
 
     @override
     def visit_With(self, node: cst.With) -> None:
@@ -377,6 +374,11 @@ class Transformer(cst.CSTTransformer):
         )
         decorator = cst.Decorator(cst.parse_expression("phalanx.function"))
         return updated_node.with_changes(decorators=[*updated_node.decorators, decorator])
+
+
+def _is_dataset(name: str, names: TensorNames) -> bool:
+    """Whether the name of a parameter says that it is a dataset. A loop over a list of tensors is unrolled."""
+    return name in names.parameters and any(word in name.lower() for word in ("iter", "data", "ds"))
 
 
 def _target_of(row: Row, new: cst.BaseExpression) -> str:

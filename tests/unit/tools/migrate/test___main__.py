@@ -1,0 +1,71 @@
+"""The command: what it writes, what it prints, and its exit codes."""
+
+import json
+
+import pytest
+
+from phalanx._src.tools.migrate.__main__ import main
+
+GOOD = "import tensorflow as tf\nx = tf.ones(1)\n"
+NEW = "import phalanx\nimport keras\nx = keras.ops.ones(1)\n"
+
+
+@pytest.fixture
+def migrate(tmp_path, monkeypatch, capsys):
+    """Runs the command in a folder, and returns its exit code, output and report."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(path, output=None, *, in_place=False, check=False):
+        code = main(json.dumps({"path": path, "output": output, "in_place": in_place, "check": check}))
+        return code, *capsys.readouterr()
+
+    return run
+
+
+def test_file_is_shown_as_a_diff(migrate, tmp_path):
+    (tmp_path / "a.py").write_text(GOOD)
+    code, diff, report = migrate("a.py")
+    assert code == 0
+    assert "-x = tf.ones(1)\n+x = keras.ops.ones(1)\n" in diff
+    assert report == "a.py: 1 change, 0 lines to look at\n  tf.ones -> keras.ops.ones\n"
+    assert (tmp_path / "a.py").read_text() == GOOD
+
+
+def test_file_is_changed_in_place_once(migrate, tmp_path):
+    (tmp_path / "a.py").write_text(GOOD)
+    assert migrate("a.py", in_place=True)[0] == 0
+    assert (tmp_path / "a.py").read_text() == NEW
+    assert migrate("a.py", in_place=True) == (0, "", "a.py: nothing to change\n")
+
+
+def test_folder_is_written_to_another(migrate, tmp_path):
+    for name in ("p/a.py", "p/q/b.py", "p/.git/c.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(GOOD)
+    (tmp_path / "p/q/b.py").write_text("import tensorflow as tf\nx = tf.foo(1)\n")
+    assert migrate("p", "out")[0] == 1
+    assert (tmp_path / "out/a.py").read_text() == NEW
+    assert (tmp_path / "out/q/b.py").read_text().count("# phalanx: tf.foo") == 1
+    assert not (tmp_path / "out/.git").exists()
+
+
+def test_check_only_reports(migrate, tmp_path):
+    (tmp_path / "a.py").write_text("import tensorflow as tf\nprint 1\n")
+    code, diff, report = migrate("a.py", check=True)
+    assert (code, diff) == (2, "")
+    assert "line 2: this is not Python 3" in report
+
+
+def test_new_file_gets_the_name_that_is_given(migrate, tmp_path):
+    (tmp_path / "a.py").write_text(GOOD)
+    assert migrate("a.py", "new.py")[0] == 0
+    assert (tmp_path / "new.py").read_text() == NEW
+
+
+@pytest.mark.parametrize(("path", "output", "reason"), [("no.py", None, "there is no such file"), (".", "a.py", "a folder needs a folder")])
+def test_impossible_paths_are_refused(migrate, tmp_path, path, output, reason):
+    (tmp_path / "a.py").write_text(GOOD)
+    code, _, report = migrate(path, output)
+    assert code == 2
+    assert reason in report
+    assert "HINT" in report

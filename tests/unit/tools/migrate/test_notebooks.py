@@ -1,0 +1,46 @@
+"""Notebooks: names of one cell in others, lines that are not Python, and bytes that do not change."""
+
+import json
+
+from phalanx._src.tools.migrate.notebooks import migrate_notebook
+from phalanx._src.tools.migrate.table import the_table
+
+
+def notebook(*cells):
+    """Returns the bytes of a notebook with code cells."""
+    made = [{"cell_type": "code", "metadata": {}, "outputs": [], "source": text.splitlines(keepends=True)} for text in cells]
+    text = {"cell_type": "markdown", "metadata": {}, "source": ["tensorflow ä"]}
+    return (json.dumps({"cells": [text, *made], "nbformat": 4}, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def sources(source):
+    return ["".join(cell["source"]) for cell in json.loads(source)["cells"][1:]]
+
+
+def test_cells_are_migrated_together():
+    before = notebook("!pip install tensorflow\nimport tensorflow as tf", "%time x = tf.ones(1)\nx = tf.ones(1)", "%%bash\nls")
+    migration = migrate_notebook(before, "a.ipynb", the_table())
+    assert migration.report.exit_code == 0
+    assert sources(migration.source) == [
+        "!pip install tensorflow\nimport phalanx\nimport keras",
+        "%time x = tf.ones(1)\nx = keras.ops.ones(1)",
+        "%%bash\nls",
+    ]
+    assert "tensorflow ä".encode() in migration.source
+    assert migrate_notebook(migration.source, "a.ipynb", the_table()).source == migration.source
+
+
+def test_report_names_cell_and_line():
+    before = notebook("import tensorflow as tf", "x = 1\ntf.foo(x)")
+    migration = migrate_notebook(before, "a.ipynb", the_table())
+    assert any(line.startswith("  cell 2, line 2: tf.foo: ") for line in migration.report.lines())
+
+
+def test_notebook_without_tensorflow_stays_byte_for_byte():
+    before = notebook("x  =  1").replace(b'"nbformat": 4', b'"nbformat":   4')
+    assert migrate_notebook(before, "a.ipynb", the_table()).source == before
+
+
+def test_file_that_is_not_a_notebook_is_reported():
+    migration = migrate_notebook(b"{}", "a.ipynb", the_table())
+    assert (migration.report.exit_code, migration.source) == (2, b"{}")
