@@ -372,7 +372,19 @@ def test_cluster_that_is_wrong():
 def test_help_names_all_commands():
     done = invoke("--help")
     assert done.exit_code == 0
-    assert re.search(r"cluster .*\n +doctor .*\n +env .*\n +estimate .*\n +run ", done.stdout)
+    assert re.search(r"cluster .*\n +doctor .*\n +env .*\n +estimate .*\n +migrate .*\n.*\n +run ", done.stdout)
+
+
+def test_migrate_starts_its_tool(phalanx):
+    done = phalanx("migrate", "no.py")
+    assert done.returncode == 2
+    assert "phalanx migrate no.py: there is no such file or folder." in done.err
+
+
+def test_migrate_takes_one_way_to_write(phalanx):
+    done = phalanx("migrate", "no.py", "--check", "--in-place")
+    assert done.returncode == 2
+    assert "use one of -o, --in-place, --diff and --check" in done.err
 
 
 def test_version_is_that_of_package(phalanx):

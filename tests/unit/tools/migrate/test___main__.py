@@ -26,7 +26,8 @@ def test_file_is_shown_as_a_diff(migrate, tmp_path):
     (tmp_path / "a.py").write_text(GOOD)
     code, diff, report = migrate("a.py")
     assert code == 0
-    assert "-x = tf.ones(1)\n+x = keras.ops.ones(1)\n" in diff
+    assert "-x = tf.ones(1)\n" in diff
+    assert "+x = keras.ops.ones(1)\n" in diff
     assert report == "a.py: 1 change, 0 lines to look at\n  tf.ones -> keras.ops.ones\n"
     assert (tmp_path / "a.py").read_text() == GOOD
 
