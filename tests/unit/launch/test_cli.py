@@ -372,7 +372,7 @@ def test_cluster_that_is_wrong():
 def test_help_names_all_commands():
     done = invoke("--help")
     assert done.exit_code == 0
-    assert re.search(r"cluster .*\n +doctor .*\n +env .*\n +estimate .*\n +migrate .*\n.*\n +run ", done.stdout)
+    assert re.search(r"cluster .*\n +doctor .*\n +env .*\n +estimate .*\n +migrate .*\n +run ", done.stdout)
 
 
 def test_migrate_starts_its_tool(phalanx):

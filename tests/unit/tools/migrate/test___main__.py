@@ -63,7 +63,9 @@ def test_new_file_gets_the_name_that_is_given(migrate, tmp_path):
     assert (tmp_path / "new.py").read_text() == NEW
 
 
-@pytest.mark.parametrize(("path", "output", "reason"), [("no.py", None, "there is no such file"), (".", "a.py", "a folder needs a folder")])
+@pytest.mark.parametrize(
+    ("path", "output", "reason"), [("no.py", None, "there is no such file"), (".", "a.py", "a folder needs a folder")]
+)
 def test_impossible_paths_are_refused(migrate, tmp_path, path, output, reason):
     (tmp_path / "a.py").write_text(GOOD)
     code, _, report = migrate(path, output)

@@ -8,7 +8,9 @@ from phalanx._src.tools.migrate.table import the_table
 
 def notebook(*cells):
     """Returns the bytes of a notebook with code cells."""
-    made = [{"cell_type": "code", "metadata": {}, "outputs": [], "source": text.splitlines(keepends=True)} for text in cells]
+    made = [
+        {"cell_type": "code", "metadata": {}, "outputs": [], "source": text.splitlines(keepends=True)} for text in cells
+    ]
     text = {"cell_type": "markdown", "metadata": {}, "source": ["tensorflow ä"]}
     return (json.dumps({"cells": [text, *made], "nbformat": 4}, indent=1, ensure_ascii=False) + "\n").encode()
 
@@ -18,7 +20,9 @@ def sources(source):
 
 
 def test_cells_are_migrated_together():
-    before = notebook("!pip install tensorflow\nimport tensorflow as tf", "%time x = tf.ones(1)\nx = tf.ones(1)", "%%bash\nls")
+    before = notebook(
+        "!pip install tensorflow\nimport tensorflow as tf", "%time x = tf.ones(1)\nx = tf.ones(1)", "%%bash\nls"
+    )
     migration = migrate_notebook(before, "a.ipynb", the_table())
     assert migration.report.exit_code == 0
     assert sources(migration.source) == [

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Python control flow in a compiled function that may depend on a tensor, which TensorFlow's autograph rewrites."""
+"""Statements that mean something else in Phalanx, above all control flow over tensors, which TensorFlow's autograph rewrites."""
 
 from collections.abc import Callable
 from typing import final
@@ -7,7 +7,10 @@ from typing import final
 import libcst as cst
 from typing_extensions import override
 
-from phalanx._src.tools.migrate.names import dotted
+from phalanx._src.tools.migrate.names import UsedNames, aliases_of, dotted
+from phalanx._src.tools.migrate.regions import Regions
+
+_OTHER_LIBRARIES = {"tensorflow_addons", "tensorflow_hub", "tensorflow_probability", "tensorflow_text", "tf_agents"}
 
 _STATIC = {
     "tf.executing_eagerly",
@@ -89,3 +92,108 @@ class _Search(cst.CSTVisitor):
     @override
     def visit_Name(self, node: cst.Name) -> None:
         self.has_result |= node.value in self._results
+
+
+@final
+class ControlFlow(cst.CSTVisitor):
+    """Visits a module once, and knows the statements that a person must look at.
+
+    Args:
+      names: the uses of TensorFlow.
+      regions: the functions of the module.
+    """
+
+    def __init__(self, names: UsedNames, regions: Regions) -> None:
+        super().__init__()
+        self._regions = regions
+        self._has_strategy = any(path.startswith("tf.distribute.") for path in names.paths())
+        self._functions: list[TensorNames] = []
+        self._depth_in_tensorflow = 0
+        self.looks: dict[int, list[tuple[str, str]]] = {}
+        """For each such node, its name in the report and the reason."""
+        self.loops: set[int] = set()
+        """Calls of `tf.range` that may be a `range` of Python."""
+
+    @override
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        self._depth_in_tensorflow += id(node) in self._regions.in_tensorflow
+        if id(node) in self._regions.compiled:
+            tensors = TensorNames(self._regions.path)
+            node.visit(tensors)
+            self._functions.append(tensors)
+        return super().on_visit(node)
+
+    @override
+    def on_leave(self, original_node: cst.CSTNode) -> None:
+        super().on_leave(original_node)
+        self._depth_in_tensorflow -= id(original_node) in self._regions.in_tensorflow
+        if id(original_node) in self._regions.compiled:
+            self._functions.pop()
+
+    def _look(self, node: cst.CSTNode, name: str, reason: str) -> None:
+        self.looks.setdefault(id(node), []).append((name, reason))
+
+    @override
+    def visit_Import(self, node: cst.Import) -> None:
+        self._look_at_import(node)
+
+    @override
+    def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
+        self._look_at_import(node)
+
+    def _look_at_import(self, node: cst.Import | cst.ImportFrom) -> None:
+        for library in {qualified.partition(".")[0] for _, _, qualified in aliases_of(node)} & _OTHER_LIBRARIES:
+            self._look(node, library, "it needs TensorFlow, and has no counterpart in Phalanx.")
+
+    @override
+    def visit_For(self, node: cst.For) -> None:
+        if self._depth_in_tensorflow:
+            return
+        names, path = self._functions[-1] if self._functions else None, self._regions.path
+        if isinstance(node.iter, cst.Call) and path(node.iter.func) == "tf.range":
+            values = [arg.value for arg in node.iter.args]
+            if names and any(has_result(value, path, names.results | names.parameters) for value in values):
+                self._look(node, "for", "over a number that may be a tensor. HINT: phalanx.while_loop, or range(n)")
+            elif all(arg.keyword is None for arg in node.iter.args):
+                self.loops.add(id(node.iter))
+        elif names and isinstance(node.iter, cst.Name) and _is_dataset(node.iter.value, names):
+            self._look(node, "for", "a loop over a dataset cannot be compiled. HINT: put the loop around the function")
+
+    @override
+    def visit_If(self, node: cst.If) -> None:
+        self._look_at_test(node, "if", node.test, "HINT: phalanx.cond(test, true_fn, false_fn), or keras.ops.where")
+
+    @override
+    def visit_IfExp(self, node: cst.IfExp) -> None:
+        self._look_at_test(node, "if", node.test, "HINT: keras.ops.where(test, x, y)")
+
+    @override
+    def visit_While(self, node: cst.While) -> None:
+        self._look_at_test(node, "while", node.test, "HINT: phalanx.while_loop(cond, body, init)")
+
+    @override
+    def visit_Assert(self, node: cst.Assert) -> None:
+        self._look_at_test(node, "assert", node.test, "HINT: leave it out, or assert outside the function")
+
+    def _look_at_test(self, node: cst.CSTNode, word: str, test: cst.BaseExpression, hint: str) -> None:
+        is_compiled = self._functions and not self._depth_in_tensorflow
+        if is_compiled and may_be_tensor(test, self._functions[-1], self._regions.path):
+            self._look(node, word, f"the condition may be a tensor, in a compiled function. {hint}")
+
+    @override
+    def visit_With(self, node: cst.With) -> None:
+        if id(node) in self._regions.bare_tapes:
+            hint = "HINT: put the step into a function with @phalanx.function, without side effects in Python"
+            self._look(node, "tf.GradientTape", f"a tape records only in a compiled function. {hint}")
+
+    @override
+    def visit_ClassDef(self, node: cst.ClassDef) -> None:
+        methods = {f.name.value for f in node.body.body if isinstance(f, cst.FunctionDef)}
+        if methods & {"train_step", "test_step"} and not self._has_strategy:
+            hint = 'HINT: create the model in `with phalanx.OneDeviceStrategy("cpu:0").scope():`'
+            self._look(node, "train_step", f"steps of your own need a strategy. {hint}")
+
+
+def _is_dataset(name: str, names: TensorNames) -> bool:
+    """Whether the name of a parameter says that it is a dataset. A loop over a list of tensors is unrolled."""
+    return name in names.parameters and any(word in name.lower() for word in ("iter", "data", "ds"))

@@ -85,7 +85,9 @@ def _strided(target: str, filters: str, window: str) -> Callable[[cst.Call], cst
                 raise LookError(f"the argument `{name}` is not a number in the program. HINT: {target}(...)")
         padding = str(_value(args["padding"])).lower()
         if filters == "filters":  # Keras takes an array here, and no variable.
-            args[filters] = cst.Arg(cst.parse_expression(f"keras.ops.convert_to_tensor({source_of(args[filters].value)})"))
+            args[filters] = cst.Arg(
+                cst.parse_expression(f"keras.ops.convert_to_tensor({source_of(args[filters].value)})")
+            )
         return _expression(f"{target}({{input}}, {{{filters}}}, strides={{strides}}, padding={padding!r})", args)
 
     return form

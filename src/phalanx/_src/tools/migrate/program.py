@@ -7,6 +7,7 @@ from typing import final
 import libcst as cst
 from libcst.metadata import MetadataWrapper, ParentNodeProvider, PositionProvider, ScopeProvider
 
+from phalanx._src.tools.migrate.flow import ControlFlow
 from phalanx._src.tools.migrate.imports import Imports
 from phalanx._src.tools.migrate.names import RefusedError, UsedNames
 from phalanx._src.tools.migrate.refusals import Refusals
@@ -67,7 +68,9 @@ def _migrated(wrapper: MetadataWrapper, table: NameTable, report: Report) -> cst
         return wrapper.module
     regions = Regions(names, parents)
     wrapper.module.visit(regions)
-    transformer = Transformer(names, regions, table, report)
+    flow = ControlFlow(names, regions)
+    wrapper.module.visit(flow)
+    transformer = Transformer(names, regions, flow, table, report)
     changed = wrapper.visit(transformer)
     bindings = names.bindings.values()
     return changed.visit(Imports(bindings, transformer.remaining, transformer.roots, names.assigned))

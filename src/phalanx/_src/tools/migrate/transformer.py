@@ -10,10 +10,10 @@ from libcst.metadata import CodeRange, ParentNodeProvider, PositionProvider, Sco
 from typing_extensions import override
 
 from phalanx._src.tools.migrate.calls import MismatchError, migrated, source_of
-from phalanx._src.tools.migrate.flow import TensorNames, has_result, may_be_tensor
+from phalanx._src.tools.migrate.flow import ControlFlow
 from phalanx._src.tools.migrate.forms import FORMS, LookError
 from phalanx._src.tools.migrate.imports import MODULES, REMOVED
-from phalanx._src.tools.migrate.names import Reference, UsedNames, aliases_of, dotted
+from phalanx._src.tools.migrate.names import Reference, UsedNames, dotted
 from phalanx._src.tools.migrate.regions import Regions
 from phalanx._src.tools.migrate.report import CHANGED, LOOK, Report
 from phalanx._src.tools.migrate.table import NameTable, Row
@@ -25,7 +25,6 @@ _TAKE_SHAPES = {
     "tf.broadcast_to", "tf.fill", "tf.ones", "tf.random.normal", "tf.random.truncated_normal", "tf.random.uniform",
     "tf.reshape", "tf.zeros",
 }  # fmt: skip
-_OTHER_LIBRARIES = {"tensorflow_addons", "tensorflow_hub", "tensorflow_probability", "tensorflow_text", "tf_agents"}
 
 
 @final
@@ -35,22 +34,21 @@ class Transformer(cst.CSTTransformer):
     Args:
       names: the uses of TensorFlow.
       regions: the functions of the module.
+      flow: its control flow.
       table: the table of names.
       report: gets the findings.
     """
 
     METADATA_DEPENDENCIES = (ParentNodeProvider, PositionProvider, ScopeProvider)
 
-    def __init__(self, names: UsedNames, regions: Regions, table: NameTable, report: Report) -> None:
+    def __init__(self, names: UsedNames, regions: Regions, flow: ControlFlow, table: NameTable, report: Report) -> None:
         super().__init__()
-        self._names, self._regions, self._table, self._report = names, regions, table, report
+        self._names, self._regions, self._flow = names, regions, flow
+        self._table, self._report = table, report
         self._marks: list[list[str]] = []
         self._called: set[int] = set()
         self._dropped: set[int] = set()
-        self._loops: set[int] = set()
         self._depth_in_tensorflow = 0
-        self._functions: list[TensorNames] = []
-        self._has_strategy = any(path.startswith("tf.distribute.") for path in names.paths())
         self.roots: set[str] = set()
         """The modules that the new names need."""
         self.remaining: set[int] = set()
@@ -62,10 +60,8 @@ class Transformer(cst.CSTTransformer):
             self._marks.append([])
         if id(node) in self._regions.in_tensorflow:
             self._depth_in_tensorflow += 1
-        if id(node) in self._regions.compiled:
-            tensors = TensorNames(self._regions.path)
-            node.visit(tensors)
-            self._functions.append(tensors)
+        for name, reason in self._flow.looks.get(id(node), []):
+            self._look(node, name, reason)
         return super().on_visit(node)
 
     @override
@@ -75,8 +71,6 @@ class Transformer(cst.CSTTransformer):
         left = super().on_leave(original_node, updated_node)
         if id(original_node) in self._regions.in_tensorflow:
             self._depth_in_tensorflow -= 1
-        if id(original_node) in self._regions.compiled:
-            self._functions.pop()
         if isinstance(original_node, cst.SimpleStatementLine | cst.BaseCompoundStatement):
             marks = self._marks.pop()
             if marks and isinstance(left, cst.CSTNode):
@@ -108,12 +102,10 @@ class Transformer(cst.CSTTransformer):
 
     @override
     def visit_Import(self, node: cst.Import) -> bool:
-        self._look_at_import(node)
         return False
 
     @override
     def visit_ImportFrom(self, node: cst.ImportFrom) -> bool:
-        self._look_at_import(node)
         return False
 
     @override
@@ -123,12 +115,6 @@ class Transformer(cst.CSTTransformer):
     @override
     def leave_ImportFrom(self, original_node: cst.ImportFrom, updated_node: cst.ImportFrom) -> cst.ImportFrom:
         return original_node
-
-    def _look_at_import(self, node: cst.Import | cst.ImportFrom) -> None:
-        for _, _, qualified in aliases_of(node):
-            library = qualified.partition(".")[0]
-            if library in _OTHER_LIBRARIES:
-                self._look(node, library, "it needs TensorFlow, and has no counterpart in Phalanx.")
 
     @override
     def visit_Attribute(self, node: cst.Attribute) -> bool:
@@ -172,7 +158,7 @@ class Transformer(cst.CSTTransformer):
         rest = path.removeprefix(row.name)
         if row.kind == "drop" or {row.kind for row in rows} == {"none"}:
             raise LookError(row.note)
-        if id(original) in self._loops:
+        if id(original) in self._flow.loops:
             new: cst.BaseExpression = updated.with_changes(func=cst.Name("range"))
         elif path == "tf.shape" and not self._is_shape(original):
             raise LookError("its target is a tuple of numbers. HINT: keras.ops.array(x.shape) for an array")
@@ -311,59 +297,6 @@ class Transformer(cst.CSTTransformer):
             self._marks[-1] += before
         return new
 
-    # Statements.
-
-    @override
-    def visit_For(self, node: cst.For) -> None:
-        if self._depth_in_tensorflow:
-            return
-        names = self._functions[-1] if self._functions else None
-        if isinstance(node.iter, cst.Call) and self._regions.path(node.iter.func) == "tf.range":
-            bounds = {dotted(arg.value) for arg in node.iter.args}
-            if names and (
-                bounds & (names.parameters | names.results)
-                or any(has_result(arg.value, self._regions.path, names.results) for arg in node.iter.args)
-            ):
-                self._look(node, "for", "over a number that may be a tensor. HINT: phalanx.while_loop, or range(n)")
-            elif all(arg.keyword is None for arg in node.iter.args):
-                self._loops.add(id(node.iter))
-        elif names and isinstance(node.iter, cst.Name) and _is_dataset(node.iter.value, names):
-            self._look(node, "for", "a loop over a dataset cannot be compiled. HINT: put the loop around the function")
-
-    @override
-    def visit_If(self, node: cst.If) -> None:
-        self._look_at_test(node, "if", node.test, "HINT: phalanx.cond(test, true_fn, false_fn), or keras.ops.where")
-
-    @override
-    def visit_IfExp(self, node: cst.IfExp) -> None:
-        self._look_at_test(node, "if", node.test, "HINT: keras.ops.where(test, x, y)")
-
-    @override
-    def visit_While(self, node: cst.While) -> None:
-        self._look_at_test(node, "while", node.test, "HINT: phalanx.while_loop(cond, body, init)")
-
-    @override
-    def visit_Assert(self, node: cst.Assert) -> None:
-        self._look_at_test(node, "assert", node.test, "HINT: leave it out, or assert outside the function")
-
-    def _look_at_test(self, node: cst.CSTNode, word: str, test: cst.BaseExpression, hint: str) -> None:
-        is_compiled = self._functions and not self._depth_in_tensorflow
-        if is_compiled and may_be_tensor(test, self._functions[-1], self._regions.path):
-            self._look(node, word, f"the condition may be a tensor, in a compiled function. {hint}")
-
-    @override
-    def visit_With(self, node: cst.With) -> None:
-        if id(node) in self._regions.bare_tapes:
-            hint = "HINT: put the step into a function with @phalanx.function, without side effects in Python"
-            self._look(node, "tf.GradientTape", f"a tape records only in a compiled function. {hint}")
-
-    @override
-    def visit_ClassDef(self, node: cst.ClassDef) -> None:
-        methods = {f.name.value for f in node.body.body if isinstance(f, cst.FunctionDef)}
-        if methods & {"train_step", "test_step"} and not self._has_strategy:
-            hint = 'HINT: create the model in `with phalanx.OneDeviceStrategy("cpu:0").scope():`'
-            self._look(node, "train_step", f"steps of your own need a strategy. {hint}")
-
     @override
     def leave_FunctionDef(self, original_node: cst.FunctionDef, updated_node: cst.FunctionDef) -> cst.FunctionDef:
         if id(original_node) not in self._regions.to_decorate:
@@ -374,11 +307,6 @@ class Transformer(cst.CSTTransformer):
         )
         decorator = cst.Decorator(cst.parse_expression("phalanx.function"))
         return updated_node.with_changes(decorators=[*updated_node.decorators, decorator])
-
-
-def _is_dataset(name: str, names: TensorNames) -> bool:
-    """Whether the name of a parameter says that it is a dataset. A loop over a list of tensors is unrolled."""
-    return name in names.parameters and any(word in name.lower() for word in ("iter", "data", "ds"))
 
 
 def _target_of(row: Row, new: cst.BaseExpression) -> str:
