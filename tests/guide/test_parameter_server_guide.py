@@ -5,7 +5,6 @@ Once all processes are children of this one, and once they are a cluster from TF
 
 import contextlib
 import json
-import os
 import pickle
 import secrets
 import sys
@@ -133,7 +132,7 @@ def found_by_cluster(folder):
         processes = []
         for job, index in tasks:
             config = json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
-            own = {"TF_CONFIG": config, "RAY_AUTH_TOKEN": token, "PHALANX_CPU_DEVICES": None, "XLA_FLAGS": None}
+            own = {"TF_CONFIG": config, "PHALANX_TOKEN": token, "PHALANX_CPU_DEVICES": None, "XLA_FLAGS": None}
             processes.append(stack.enter_context(process(__file__, path, **own)))
         for one in reversed(processes):  # The servers end with the chief.
             assert one.wait(DEADLINE_S) == 0, errors_of(one)
@@ -145,7 +144,6 @@ def found(request, tmp_path_factory):
     """What the snippets return, with processes of this one and with those of a cluster."""
     if request.param == "cluster":
         return found_by_cluster(tmp_path_factory.mktemp("cluster"))
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(16))
     with contextlib.closing(phalanx.experimental.ParameterServerStrategy(workers=2, ps=1)) as strategy:
         return snippets(strategy)
 

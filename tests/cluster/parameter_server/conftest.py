@@ -1,7 +1,5 @@
 """One Ray for all tests of parameter servers, and strategies that they share."""
 
-import os
-import secrets
 from pathlib import Path
 
 import pytest
@@ -13,8 +11,6 @@ from phalanx.coordinator import ClusterCoordinator
 
 # It changes the environment, which tests must not.
 load_ray()
-# Ray would look for a token in the home of the user.
-os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 _MOST = 3
 _FOLDER = Path(__file__).parent

@@ -16,7 +16,6 @@ from phalanx._src.cluster.resolvers.simple import SimpleClusterResolver
 from phalanx._src.cluster.spec import ClusterSpec
 from phalanx._src.launch.plan import free_ports
 from phalanx._src.parameter_server.processes.ray import Server
-from phalanx._src.parameter_server.processes.session import make_token
 from phalanx._src.strategies.parameter_server import ParameterServerStrategy
 from phalanx.errors import ClusterError, StartupError
 
@@ -122,35 +121,19 @@ def test_an_address_that_is_taken():
         with process("-c", "import coordinating; coordinating.main({})", TF_CONFIG=config) as chief:
             assert chief.wait(300) == 1
             text = errors_of(chief)
-    assert "StartupError: starting Ray at 127.0.0.1" in text
+    assert "StartupError: the chief at 127.0.0.1" in text
     assert "HINT: " in text
 
 
 @pytest.mark.exhaustive("test_a_folder_named_ray_without_ray")
 def test_a_folder_named_ray(tmp_path):
-    """It does no harm where Ray is installed. The token that is missing in the home of the user is made for nobody else."""
+    """It does no harm where Ray is installed. No token of the user is made or needed."""
     (tmp_path / "ray").mkdir()
     code = "import phalanx; phalanx.ParameterServerStrategy(workers=1); print(7)"
-    with process(
-        "-c", code, cwd=tmp_path, HOME=str(tmp_path), RAY_AUTH_TOKEN=None, RAY_AUTH_TOKEN_PATH=None
-    ) as coordinator:
+    with process("-c", code, cwd=tmp_path, HOME=str(tmp_path)) as coordinator:
         output, _ = coordinator.communicate(timeout=300)
     assert output.split() == ["7"]
-    assert (tmp_path / ".ray" / "auth_token").stat().st_mode & 0o777 == 0o600
-
-
-def test_a_token_that_others_could_read(tmp_path, monkeypatch):
-    """The file that Ray makes for everybody is closed."""
-    for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    token = tmp_path / ".ray" / "auth_token"
-    token.parent.mkdir()
-    token.write_text("c" * 64)
-    token.chmod(0o644)
-    make_token()
-    assert token.stat().st_mode & 0o777 == 0o600
-    assert token.read_text() == "c" * 64
+    assert not (tmp_path / ".ray").exists()
 
 
 def test_a_folder_named_ray_without_ray(tmp_path):
@@ -200,7 +183,7 @@ def servers(spec, *tasks, token=TOKEN):
     with ExitStack() as stack:
         yield [
             stack.enter_context(
-                process("-c", f"import phalanx; phalanx.Server({spec}, {job!r}, 0).join()", RAY_AUTH_TOKEN=token)
+                process("-c", f"import phalanx; phalanx.Server({spec}, {job!r}, 0).join()", PHALANX_TOKEN=token)
             )
             for job in tasks
         ]
@@ -208,7 +191,7 @@ def servers(spec, *tasks, token=TOKEN):
 
 def chief_of(spec, script="coordinating.py", *arguments):
     config = json.dumps({"cluster": spec, "task": {"type": "chief", "index": 0}})
-    return process(script, *arguments, TF_CONFIG=config, RAY_AUTH_TOKEN=TOKEN)
+    return process(script, *arguments, TF_CONFIG=config, PHALANX_TOKEN=TOKEN)
 
 
 @pytest.fixture
@@ -222,11 +205,13 @@ def test_servers_from_tf_config(spec):
     """A worker and a server wait for the chief, work for it, and end with it; a task without its token is not let in."""
     with servers(spec, "worker", "ps") as tasks, chief_of(spec) as chief:
         assert said(chief)["count"] == 20
+        family = [pid for one in (chief, *tasks) for pid in family_of(one.pid)]
+        assert listening(family) == {"127.0.0.1"}
         with servers(spec, "worker", token="b" * 64) as (refused,):
             assert refused.wait(120) == 1
             text = errors_of(refused)
-        assert "StartupError: Server(worker:0).join()" in text
-        assert "HINT: the same RAY_AUTH_TOKEN" in text
+        assert "StartupError: PHALANX_TOKEN: the process that it connected to" in text
+        assert "HINT: set the same PHALANX_TOKEN" in text
         tell(chief, "more")
         assert said(chief)["count"] == 40
         tell(chief, "close")

@@ -6,14 +6,15 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, final
 
 import click
 from typing_extensions import override
 
+from phalanx._src.cluster.connections.ports import held_ports
 from phalanx._src.cluster.connections.secret import TOKEN, new_token
 from phalanx._src.cluster.resolvers.base import ClusterResolver
 from phalanx._src.cluster.resolvers.environment import resolver_of_environment
@@ -27,6 +28,7 @@ from phalanx._src.launch.nodes import AbstractNodes, ThisNode
 from phalanx._src.launch.plan import ALONE, Machines, Request
 from phalanx._src.launch.ray_nodes import RayNodes
 from phalanx._src.launch.supervise import run_group
+from phalanx._src.launch.tables import print_table
 from phalanx._src.launch.templates import TEMPLATES
 from phalanx.errors import ClusterSourceError, InvalidArgumentError, PhalanxError
 
@@ -246,7 +248,8 @@ def doctor(shared: str | None, timeout_seconds: float) -> None:
             click.echo("Nothing here describes a cluster: trying two processes on this machine.")
             request = Request("phalanx._src.tools.doctor", tuple(arguments), is_module=True, workers=2)
             # The checks print their own lines.
-            code = run_group(ThisNode(request, _environment()).plan, say=lambda _: None).exit_code
+            with ThisNode(request, _environment()) as node:
+                code = run_group(node.plan, say=lambda _: None).exit_code
     sys.exit(1 if code else 0)
 
 
@@ -493,20 +496,21 @@ def _environment() -> dict[str, str]:
 
 
 def _child(module: str, arguments: Sequence[str], environment: Mapping[str, str] | None = None) -> int:
-    """Runs a module in a child process, because the launcher does not import JAX. Returns its exit code."""
-    return subprocess.run([sys.executable, "-m", module, *arguments], check=False, env=environment).returncode
+    """Runs a module in a child process, because the launcher does not import JAX. Returns its exit code.
+
+    It imports nothing from the current folder, which may be another user's.
+    """
+    return subprocess.run([sys.executable, "-P", "-m", module, *arguments], check=False, env=environment).returncode
 
 
 def _show(resolver: ClusterResolver, spec: ClusterSpec) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     this_task, chief = (resolver.task_type, resolver.task_id), leader(spec)
-    table = Table("job", "task", "address", "", title=f"As {type(resolver).__name__} sees it")
+    rows = []
     for task in [Task(job, i) for job in spec.jobs for i in spec.task_indices(job)]:
         notes = [("chief", task == chief), ("this process", (task.type, task.index) == this_task)]
         said = ", ".join(note for note, is_so in notes if is_so)
-        table.add_row(task.type, str(task.index), spec.task_address(task.type, task.index), said)
+        rows.append((task.type, str(task.index), spec.task_address(task.type, task.index), said))
     if resolver.task_type == "evaluator" and is_unlisted(spec, Task("evaluator", 0)):
-        table.add_row("evaluator", str(resolver.task_id), "", "this process")
-    Console().print(table)
+        rows.append(("evaluator", str(resolver.task_id), "", "this process"))
+    title = f"As {type(resolver).__name__} sees it"
+    print_table(("job", "task", "address", ""), rows, title=title, has_box=True)

@@ -2,9 +2,11 @@
 """The machines on which the processes of a group run: the plan of each start, and what starts a process."""
 
 from collections.abc import Mapping
-from typing import Protocol, Self, final
+from contextlib import ExitStack
+from typing import Any, Protocol, Self, final
 
-from phalanx._src.launch.plan import ALONE, Machine, Machines, ProcessSpec, Request, free_ports, plan
+from phalanx._src.cluster.connections.ports import held_ports
+from phalanx._src.launch.plan import ALONE, Machine, Machines, ProcessSpec, Request, plan
 from phalanx._src.launch.processes import AbstractWorkerProcess, WorkerProcess
 
 
@@ -56,15 +58,22 @@ class ThisNode:
         self._request, self._environment = request.on(machines), environment
         self._machine = Machine.this(environment)
 
+        self._held = ExitStack()
+        self._ports: list[int] = []
+
     def __enter__(self) -> Self:
+        # Held until the group has ended, so that nobody takes them before the workers do.
+        with ExitStack() as stack:
+            self._ports = [stack.enter_context(held).port for held in held_ports(self._request.workers)]
+            self._held = stack.pop_all()
         return self
 
-    def __exit__(self, *_: object) -> None: ...
+    def __exit__(self, *exception: Any) -> None:
+        self._held.__exit__(*exception)
 
     def plan(self, restart: int) -> list[ProcessSpec]:
         """See `AbstractNodes`."""
-        ports = free_ports(self._request.workers)
-        return plan(self._request, self._machine, self._environment, ports, restart=restart)
+        return plan(self._request, self._machine, self._environment, self._ports, restart=restart)
 
     def start(self, spec: ProcessSpec, mark: str, started_s: float) -> AbstractWorkerProcess:
         """See `AbstractNodes`."""

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Plans the processes that `phalanx run` starts. All functions are pure except `Machine.this` and `free_ports`."""
+"""Plans the processes that `phalanx run` starts. All functions are pure except `Machine.this`."""
 
 import os
-import socket
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -10,10 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
+from phalanx._src.cluster.connections.hosts import LOOPBACK
+from phalanx._src.cluster.connections.ports import held_ports
 from phalanx._src.cluster.spec import ClusterSpec, Task, addresses_of_workers, id_in_cluster, tf_config
 from phalanx.errors import InvalidArgumentError
 
-LOOPBACK = "127.0.0.1"
 JOB = "worker"
 EVALUATOR = Task("evaluator", 0)
 """The process that does not train, and evaluates what the others save."""
@@ -110,7 +110,9 @@ class Request:
 
     def command(self, python: str) -> tuple[str, ...]:
         """Returns the command line that runs the script."""
-        return (python, *(["-m"] if self.is_module else []), self.target, *self.arguments)
+        # A module of Phalanx imports nothing from the current folder, which may be another user's.
+        options = [*(["-P"] if self.target.startswith("phalanx.") else []), "-m"] if self.is_module else []
+        return (python, *options, self.target, *self.arguments)
 
     def on(self, machines: Machines) -> Self:
         """Returns the part of the request for one of several machines. The evaluator is on the first.
@@ -240,12 +242,9 @@ def thread_pool(devices: int, cores: int, workers: int) -> int:
 
 
 def free_ports(count: int) -> list[int]:
-    """Returns `count` distinct free ports of this machine."""
+    """Returns `count` distinct ports of this machine that are free at the moment. Prefer `held_ports`: nobody can take those."""
     with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((LOOPBACK, 0))
-        return [each.getsockname()[1] for each in sockets]
+        return [stack.enter_context(held).port for held in held_ports(count)]
 
 
 def _readable_output() -> dict[str, str]:

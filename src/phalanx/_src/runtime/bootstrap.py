@@ -16,8 +16,9 @@ from typing import Any, final
 
 import jax
 
-from phalanx._src.cluster.connections.hosts import bypass_proxies, host_for_others, is_loopback
-from phalanx._src.cluster.connections.rollcall import call_roll
+from phalanx._src.cluster.connections.hosts import bypass_proxies
+from phalanx._src.cluster.connections.ports import raise_limit_of_descriptors
+from phalanx._src.cluster.connections.rollcall import Roll, call_roll
 from phalanx._src.cluster.connections.secret import secret_of
 from phalanx._src.cluster.resolvers.base import ClusterResolver, seconds_of, start_timeout_s
 from phalanx._src.cluster.resolvers.environment import resolver_of_environment
@@ -27,10 +28,11 @@ from phalanx._src.cluster.spec import ClusterSpec, Task, addresses_of_workers, i
 from phalanx._src.cluster.watch import membership, verdict, watch
 from phalanx._src.runtime import coordination
 from phalanx._src.typed_jax import set_config
-from phalanx.errors import ClusterError, StartupError, warn_of_slip
+from phalanx.errors import ClusterError, StartupError, listed, warn_of_slip
 from phalanx.typing import PyTree
 
 _A_DAY_S = 24 * 60 * 60
+_CONFIRM_S = 10.0
 _MEETING_S = 3.0
 """Time in seconds that the processes of a new generation wait for each other. All of them were there when it was formed."""
 
@@ -77,12 +79,14 @@ def start(resolver: ClusterResolver, timeout_s: float | None = None, stall_timeo
     timeout_s = timeout_s or start_timeout_s(os.environ)
     stall_timeout_s = stall_timeout_s or _stall_timeout_s()
     secret = secret_of(addresses)
-    lines = call_roll(
+    raise_limit_of_descriptors()
+    with call_roll(
         addresses, rank, about=_about(resolver, spec), versions=_versions(), secret=secret, timeout_s=timeout_s
-    )
-    watch.start(addresses, rank, lines, stall_timeout_s)
-    _initialize(addresses, rank, timeout_s, host_for_others(lines.values(), addresses))
-    _end_with_group()
+    ) as roll:
+        watchdog = watch.start(addresses, rank, roll.lines, stall_timeout_s, service=roll.bind)
+        _initialize(roll, rank, timeout_s)
+        _end_with_group()
+        _exchange_first(watchdog, roll.host, coordination.find_devices())
 
 
 def enter(generation: membership.Generation, stall_timeout_s: float | None = None) -> None:
@@ -98,9 +102,11 @@ def enter(generation: membership.Generation, stall_timeout_s: float | None = Non
     member, rank, addresses = membership.own(), generation.rank, generation.addresses
     assert member is not None
     about = f"generation {generation.number} of {len(addresses)} processes"
-    lines = call_roll(
+    raise_limit_of_descriptors()
+    with call_roll(
         addresses, rank, about=about, versions=_versions(), secret=secret_of(addresses), timeout_s=_MEETING_S
-    )
+    ) as roll:
+        lines = roll.lines
     watchdog = watch.start(addresses, rank, lines, stall_timeout_s or _stall_timeout_s(), _outlive)
     member.changed = watchdog.change_point.request
     _set_up_jax()
@@ -108,10 +114,11 @@ def enter(generation: membership.Generation, stall_timeout_s: float | None = Non
     try:
         # A generation of one has no connections, and needs none.
         if lines:
-            coordination.listen_at(host_for_others(lines.values(), addresses))
+            coordination.listen_at(roll.host)
         # JAX waits minutes for a process that has left the generation on the way here. The watch notices it, and ends the wait.
         with watchdog.waiting():
-            coordination.connect(generation.service, rank, len(addresses), _MEETING_S)
+            ports = coordination.connect(generation.service, rank, len(addresses), _MEETING_S)
+            _exchange_first(watchdog, roll.host, ports)
     except RuntimeError as e:
         hint = "look at the output of the other processes"
         raise StartupError(about, f"JAX cannot connect them: {e}", hint) from e
@@ -264,30 +271,59 @@ def _require_same(processes: int, rank: int) -> None:
         )
 
 
-def _initialize(addresses: list[str], rank: int, timeout_s: float, host: str) -> None:
-    # If all processes are on this machine, binds to the local address, so that no other machine can connect.
-    bind = addresses[0] if rank == 0 and is_loopback(addresses[0]) else None
+def _initialize(roll: Roll, rank: int, timeout_s: float) -> None:
     coordination.keep_all_reduces_apart()
     _set_up_jax()
-    bypass_proxies(addresses[:1])
+    bypass_proxies([roll.service])
     try:
-        coordination.listen_at(host)
+        coordination.listen_at(roll.host)
         jax.distributed.initialize(
-            addresses[0],
-            len(addresses),
+            roll.service,
+            len(roll.addresses),
             rank,
             cluster_detection_method="deactivate",
             initialization_timeout=max(1, int(timeout_s)),
             # A process that has finished waits for the others at shutdown. The watch detects processes that never come.
             shutdown_timeout_seconds=_A_DAY_S,
-            coordinator_bind_address=bind,
+            coordinator_bind_address=roll.bind,
         )
     except RuntimeError as e:
         raise StartupError(
-            f"rank {rank} of {len(addresses)} processes",
+            f"rank {rank} of {len(roll.addresses)} processes",
             f"JAX can no longer join the cluster: {e}",
             "create the strategy at the top of the script, before the first array or optimizer: "
             "DiLoCo(outer_optimizer=lambda: keras.optimizers.SGD(0.7))",
+        ) from e
+
+
+def _exchange_first(watchdog: watch.Watch, host: str, ports: set[int]) -> None:
+    """Connects all processes for the exchange of arrays, and makes sure that no stranger has come before one of them.
+
+    Args:
+      watchdog: the watch of this process.
+      host: the address at which gloo listens.
+      ports: its ports there. None if arrays are exchanged in other ways.
+
+    Raises:
+      StartupError: a stranger has taken the place of a process.
+    """
+    if not ports or not watchdog.has_others:
+        return
+    watchdog.pairs.open(host, ports)
+    try:
+        with watchdog.waiting(), without_lines_of_gloo():
+            coordination.exchange_once()
+            watchdog.pairs.confirm(_CONFIRM_S)
+            if watchdog.pairs.strangers:
+                # One of them may have been where a process should be, and is gone now.
+                coordination.exchange_once()
+    except RuntimeError as e:
+        if not (strangers := watchdog.pairs.strangers):
+            raise
+        raise StartupError(
+            f"the exchange of arrays of {watchdog.place}",
+            f"strangers had connected to its port before the other processes, from {listed(strangers)}.",
+            "start again; keep other users away from these machines, or the ports of the workers from other machines",
         ) from e
 
 

@@ -4,25 +4,27 @@
 `jax.distributed.initialize` starts the service in the process of rank 0, so that nobody survives the end of that process. This file
 has all names that do not belong to JAX's public API. tests/unit/runtime/test_coordination.py checks that they exist, and what they do.
 
-As a module (`python -m phalanx._src.runtime.coordination`) it serves: each line of its input is `HOST:PORT SIZE` and starts a service for a
-group of that size, and each line of its output says that it has started, or that it has failed. It ends with its input.
+As a module (`python -m phalanx._src.runtime.coordination`) it serves: each line of its input is `HOST SIZE`, or `unix:PATH SIZE`, and
+starts a service for a group of that size. Each line of its output is `started ADDRESS`, or says why it has failed. It ends with its input.
 """
 
 import contextlib
 import functools
 import json
 import os
-import socket
-import stat
 import sys
 import threading
 from collections import deque
-from collections.abc import Iterator
 from typing import Any
 
 import jax
 import jax.extend
+import numpy as np
 from jax._src import distributed, lib, xla_bridge
+
+from phalanx._src.cluster.connections.hosts import is_private
+from phalanx._src.cluster.connections.ports import HeldPort, listening_ports, sockets_of_process, stop_reading
+from phalanx._src.typed_jax import partition_spec
 
 _jax: Any = lib._jax  # type: ignore[attr-defined]
 _HEARTBEAT_S = 100
@@ -49,7 +51,7 @@ def keep_all_reduces_apart() -> None:
         os.environ["XLA_FLAGS"] = " ".join([*flags, _APART])
 
 
-def connect(address: str, rank: int, size: int, timeout_s: float) -> None:
+def connect(address: str, rank: int, size: int, timeout_s: float) -> set[int]:
     """Connects this process to the coordination service of its group and finds all devices. JAX must have none before.
 
     Args:
@@ -57,6 +59,9 @@ def connect(address: str, rank: int, size: int, timeout_s: float) -> None:
       rank: rank of this process.
       size: number of processes in the group.
       timeout_s: time to wait for the service, in seconds.
+
+    Returns:
+      The ports at which gloo listens in this process.
 
     Raises:
       RuntimeError: the service, or a process of the group, does not answer.
@@ -75,16 +80,15 @@ def connect(address: str, rank: int, size: int, timeout_s: float) -> None:
     client.connect()
     state: Any = distributed.global_state
     state.client, state.process_id, state.num_processes, state.coordinator_address = client, rank, size, address
-    before = _listening()
-    _find_devices()
+    ports = find_devices()
     # Only process 0 writes compiled programs into the cache, but on CPUs each rank has separate entries, so that all others would
     # compile again after each change of the group. JAX reads this number for nothing else once the devices are known.
     state.process_id = 0
-    ports = _listening() - before
     client.key_value_set(f"phalanx/ports/{rank}", json.dumps(sorted(ports)))
     _ports.clear()
     for other in range(size):
         _ports.update(json.loads(client.blocking_key_value_get(f"phalanx/ports/{other}", int(1000 * timeout_s))))
+    return ports
 
 
 def listen_at(host: str) -> None:
@@ -104,6 +108,31 @@ def _cpu_client(host: str) -> object:
     is_gloo = client is not None and jax.config.values["jax_cpu_collectives_implementation"] == "gloo"
     collectives = _jax.make_gloo_tcp_collectives(distributed_client=client, hostname=host) if is_gloo else None
     return xla_bridge.make_cpu_client(collectives)
+
+
+def find_devices() -> set[int]:
+    """Finds the devices of all processes. Returns the ports at which gloo listens in this one from now on.
+
+    Raises:
+      RuntimeError: a process of the group does not answer.
+    """
+    before = listening_ports()
+    _find_devices()
+    return listening_ports() - before
+
+
+def exchange_once() -> None:
+    """Makes gloo connect all processes with each other, by a first exchange of arrays that hold nothing.
+
+    Raises:
+      RuntimeError: a process of the group does not answer.
+    """
+    devices = jax.devices()
+    rows = jax.NamedSharding(jax.make_mesh((len(devices),), ("device",), devices=devices), partition_spec("device"))
+    nothing = jax.make_array_from_callback((len(devices),), rows, lambda _: np.zeros(1, np.int8))
+    jax.jit(lambda x: x.sum(dtype=np.int8), out_shardings=jax.NamedSharding(rows.mesh, partition_spec()))(
+        nothing
+    ).block_until_ready()
 
 
 def _find_devices() -> None:
@@ -134,10 +163,10 @@ def break_off() -> None:
     connected yet, a process waits for what another one tells the service: for minutes, unless its own connection with the service ends.
     """
     _broken.set()
-    for connection in _sockets():
+    for connection in sockets_of_process():
         with connection, contextlib.suppress(OSError):
             if {connection.getsockname()[1], connection.getpeername()[1]} & _ports:
-                connection.shutdown(socket.SHUT_RD)
+                stop_reading(connection)
     _end_client()
 
 
@@ -162,30 +191,6 @@ def _end_client() -> None:
             client.shutdown()
 
 
-def _listening() -> set[int]:
-    """Returns the ports at which this process listens."""
-    ports = set()
-    for each in _sockets():
-        with each, contextlib.suppress(OSError):
-            if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                ports.add(each.getsockname()[1])
-    return ports
-
-
-def _sockets() -> Iterator[socket.socket]:
-    """Yields copies of the TCP sockets of this process."""
-    for name in os.listdir("/dev/fd"):
-        # The descriptor may have been closed.
-        with contextlib.suppress(OSError):
-            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
-                continue
-            copy = socket.socket(fileno=os.dup(int(name)))
-            if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
-                yield copy
-            else:
-                copy.close()
-
-
 def disconnect() -> None:
     """Leaves the group, whose other processes may have died. The devices stay usable until `drop_devices`."""
     state: Any = distributed.global_state
@@ -205,24 +210,24 @@ def _serve() -> None:
     # The clients of a group that has ended have left its service, but may be in the middle of a call.
     services: deque[Any] = deque()
     for line in sys.stdin:
-        address, size = line.split()
-        host, _, port = address.rpartition(":")
+        host, size = line.split()
         try:
-            # JAX 0.10.2 would end this process with a segmentation fault, more often than not, if the port is taken.
-            socket.create_server((host, int(port))).close()
-            service = _jax.get_distributed_runtime_service(
-                address,
-                int(size),
-                heartbeat_timeout=_HEARTBEAT_S,
-                cluster_register_timeout=_REGISTER_S,
-                shutdown_timeout=_SHUTDOWN_S,
-                recoverable=True,
-            )
+            # JAX 0.10.2 would end this process with a segmentation fault, more often than not, if another user took the port.
+            with contextlib.ExitStack() as stack:
+                address = host if is_private(host) else stack.enter_context(HeldPort(host)).address
+                service = _jax.get_distributed_runtime_service(
+                    address,
+                    int(size),
+                    heartbeat_timeout=_HEARTBEAT_S,
+                    cluster_register_timeout=_REGISTER_S,
+                    shutdown_timeout=_SHUTDOWN_S,
+                    recoverable=True,
+                )
         except (OSError, RuntimeError) as e:
             print(f"failed: {e}".partition("\n")[0], flush=True)
             continue
         services.append(service)
-        print("started", flush=True)
+        print(f"started {address}", flush=True)
         while len(services) > _KEPT_SERVICES:
             services.popleft().shutdown()
     os._exit(0)  # Without waiting for clients that have not left.

@@ -38,7 +38,8 @@ class Process(threading.Thread):
 
     def run(self):
         try:
-            self.connections = call_roll(*self._call, **self._options)
+            with call_roll(*self._call, **self._options) as roll:
+                self.connections, self.service = roll.lines, roll.service
             self.said = "go"
         except StartupError as e:
             self.said = str(e)

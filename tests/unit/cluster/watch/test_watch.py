@@ -15,9 +15,10 @@ import pytest
 from tests.waiting import wait_until
 
 from phalanx._src.cluster.connections.listener import MessageStream, encoded
+from phalanx._src.cluster.connections.ports import descriptors_at
 from phalanx._src.cluster.watch import watch as watch_module
 from phalanx._src.cluster.watch.verdict import SIGTERM, Member, judge_presence, judge_progress
-from phalanx._src.cluster.watch.watch import Watch, _connections_at
+from phalanx._src.cluster.watch.watch import Watch
 from phalanx._src.launch.plan import free_ports
 
 DEADLINE_S = 120.0
@@ -555,7 +556,7 @@ from phalanx._src.cluster.watch import watch
 from phalanx._src.cluster.connections.rollcall import call_roll
 from phalanx._src.cluster.connections.secret import Secret
 addresses, rank = json.loads(sys.argv[1]), int(sys.argv[2])
-own = watch.start(addresses, rank, call_roll(addresses, rank, about="us", secret=Secret("a secret of the cluster"), timeout_s=120), float(sys.argv[3]))
+own = watch.start(addresses, rank, call_roll(addresses, rank, about="us", secret=Secret("a secret of the cluster"), timeout_s=120).lines, float(sys.argv[3]))
 for _ in range(2):
     own.begin(is_step=True)
     own.end(is_step=True, has_failed=False)
@@ -649,9 +650,9 @@ def test_connections_at_a_port_are_found(connected):
     client, accepted = connected
     before = set(os.listdir("/proc/self/fd"))
     port = accepted.getsockname()[1]
-    assert _connections_at(port, but=set()) == [accepted.fileno()]
-    assert _connections_at(port, but={accepted.fileno()}) == []
-    assert client.fileno() not in _connections_at(port, but=set())
+    assert descriptors_at(port, but=set()) == [accepted.fileno()]
+    assert descriptors_at(port, but={accepted.fileno()}) == []
+    assert client.fileno() not in descriptors_at(port, but=set())
     assert set(os.listdir("/proc/self/fd")) <= before
 
 

@@ -4,6 +4,7 @@ import os
 import queue
 import socket
 import threading
+from pathlib import Path
 from types import MappingProxyType
 
 import pytest
@@ -97,14 +98,15 @@ def hall(monkeypatch, no_service):
 
 @pytest.mark.slow
 def test_first_generation_with_a_real_service(hall, monkeypatch):
-    """A process without JAX's devices serves each generation at an address of its own. Its end is an error of the launch."""
+    """A process without JAX's devices serves each generation at an address of its own, which no other user reaches. Its end is an error."""
     monkeypatch.undo()
     monkeypatch.setenv(TOKEN, new_token())
     found = hall(1)
     (member,) = members = found.members(0)
     first, second = found.meet(members)[0].service, found.meet(members)[0].service
     assert first != second
-    assert all(address.startswith("127.0.0.1:") for address in (first, second))
+    folders = {Path(address.removeprefix("unix:")).parent for address in (first, second)}
+    assert [folder.stat().st_mode & 0o777 for folder in folders] == [0o700]
     found.rendezvous._service._process.kill()
     lost = meeting(member)
     wait_until(lambda: found.killed)

@@ -6,12 +6,47 @@ import os
 import socket
 from collections.abc import Iterable, MutableMapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from phalanx._src.cluster.spec import host_and_port
+
+LOOPBACK = "127.0.0.1"
+"""The address that only processes on this machine reach."""
+
+PRIVATE = "unix:"
+"""What an address begins with that is no port, in the words of gRPC."""
 
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 """The variables that name a proxy for gRPC, the strongest first."""
 _EXCEPTIONS = ("no_grpc_proxy", "no_proxy", "NO_PROXY")
+
+
+def joined(host: str, port: int) -> str:
+    """Returns `host:port`, with brackets around an address of IPv6."""
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def shares_files() -> str:
+    """Returns what is equal in processes that see the same files as the same user: this user, machine and view of its file systems."""
+    about = [str(os.getuid())]
+    for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/mnt"):  # Other systems than Linux have none.
+        with suppress(OSError):
+            about.append(os.readlink(path) if os.path.islink(path) else Path(path).read_text().strip())
+    return " ".join(about)
+
+
+def numeric(host: str) -> str:
+    """Returns the address of IPv4 to which a host name leads.
+
+    Raises:
+      OSError: it leads nowhere.
+    """
+    return socket.gethostbyname(host)
+
+
+def is_private(address: str) -> bool:
+    """Whether an address is no port, so that no other user reaches it."""
+    return address.startswith(PRIVATE)
 
 
 def is_loopback(address: str) -> bool:
@@ -52,7 +87,8 @@ def bypass_proxies(addresses: Iterable[str], environment: MutableMapping[str, st
     """
     if any(environment.get(name) for name in PROXIES):
         known = next((environment[name] for name in _EXCEPTIONS if environment.get(name)), "")
-        hosts = [*filter(None, known.split(",")), *(host_and_port(address)[0] for address in addresses)]
+        reached = [host_and_port(address)[0] for address in addresses if not is_private(address)]
+        hosts = [*filter(None, known.split(",")), *reached]
         environment["no_grpc_proxy"] = ",".join(dict.fromkeys(hosts))
 
 

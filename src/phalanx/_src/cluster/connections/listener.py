@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self, final
 
-from phalanx._src.cluster.connections.hosts import place_to_listen
+from phalanx._src.cluster.connections.hosts import LOOPBACK, joined
+from phalanx._src.cluster.connections.ports import Socket, listen_at
 from phalanx._src.cluster.connections.secret import TOKEN, Secret
 from phalanx._src.cluster.spec import host_and_port
 from phalanx.errors import StartupError
@@ -121,6 +122,7 @@ class Listener:
         # If the backlog is full, the kernel drops connections, and the other processes repeat them only after 1 s or more.
         self._server = listen(address, max(_MIN_BACKLOG, size))
         self._server.setblocking(False)
+        self._address = address
         self._secret, self.refused = secret, 0
         self._most = max(_MOST_PENDING, 2 * size)
         self._pending: dict[int, _PendingConnection] = {}
@@ -135,6 +137,12 @@ class Listener:
             self._drop(pending)
         self._selector.close()
         self._server.close()
+
+    @property
+    def address(self) -> str:
+        """The address of this listener, with its port."""
+        host, _ = split(self._address)
+        return joined(host, self._server.getsockname()[1])
 
     @property
     def fileno(self) -> int:
@@ -270,7 +278,7 @@ def reach(address: str, deadline_s: float) -> socket.socket | None:
     while (left_s := deadline_s - time.monotonic()) > 0:
         try:
             # The kernel repeats a dropped attempt after 1 s, 2 s, 4 s and so on. A new one is sooner.
-            return socket.create_connection(split(address), timeout=min(left_s, _CONNECT_S))
+            return connect(address, min(left_s, _CONNECT_S))
         except OSError as e:
             cause = e
             time.sleep(max(0.0, min(pause_s, deadline_s - time.monotonic())))
@@ -280,21 +288,38 @@ def reach(address: str, deadline_s: float) -> socket.socket | None:
     return None
 
 
+def connect(address: str, timeout_s: float) -> Socket:
+    """Returns a connection with an address `host:port`, whose operations take at most `timeout_s` seconds.
+
+    Raises:
+      OSError: nobody listens there.
+    """
+    return socket.create_connection(split(address), timeout=timeout_s)
+
+
+def answers(address: str) -> bool:
+    """Returns whether a process accepts connections at `host:port`."""
+    try:
+        connect(address, _CONNECT_S).close()
+    except OSError:
+        return False
+    return True
+
+
 def listen(address: str, backlog: int | None = None) -> socket.socket:
     """Returns a socket that listens at an address `host:port`.
 
     Raises:
       OSError: this process cannot listen there.
     """
-    family, place = place_to_listen(*split(address))
-    return socket.create_server(place, family=family, backlog=backlog)
+    return listen_at(*split(address), backlog)
 
 
 def split(address: str) -> tuple[str, int]:
     """Returns the host and the port at which the processes of a cluster meet."""
     host, port = host_and_port(address)
     # The name may lead to two addresses. Another user could listen at the one that this cluster does not use.
-    return "127.0.0.1" if host == "localhost" else host, port
+    return LOOPBACK if host == "localhost" else host, port
 
 
 def expect_answers(connection: socket.socket) -> None:

@@ -9,18 +9,59 @@ of the cluster, and waits for a reply: `go` once all processes are present, othe
 """
 
 import hashlib
-import socket
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from contextlib import suppress
+from dataclasses import dataclass, field
+from socket import gaierror
+from typing import Any, Self
 
-from phalanx._src.cluster.connections.listener import RETRY_S, Connection, Listener, handshake, parsed, reach, read_line
+from phalanx._src.cluster.connections.hosts import LOOPBACK, host_for_others, is_private, joined, shares_files
+from phalanx._src.cluster.connections.listener import (
+    RETRY_S,
+    Connection,
+    Listener,
+    handshake,
+    parsed,
+    reach,
+    read_line,
+    split,
+)
+from phalanx._src.cluster.connections.ports import HeldPort, PrivateAddress, Socket, hosts_of
 from phalanx._src.cluster.connections.secret import TOKEN, Secret
 from phalanx.errors import StartupError, listed
 
 _LONGEST_VIEW = 1000
 _SETTINGS = b"\x04"
 """The type of the first frame of a server of gRPC, in its byte 3 (RFC 9113, sections 3.4 and 4.1)."""
+
+
+@dataclass
+class Roll:
+    """The processes of a cluster, once all have met.
+
+    Args:
+      addresses: `host:port` of each rank, as the description of the cluster has them.
+      lines: open connections by rank: on rank 0 to all other ranks, and on any other rank to rank 0.
+      host: the address of this machine at which the others reach this process: one of this machine alone, if all are on it.
+      service: address of the service by which JAX connects all: a private one, if all are on this machine.
+      bind: the address at which rank 0 starts it.
+      held: what rank 0 needs until all are connected: its port, which nobody else can take, and the private address.
+    """
+
+    addresses: Sequence[str]
+    lines: dict[int, Socket]
+    host: str
+    service: str
+    bind: str
+    held: list[HeldPort | PrivateAddress] = field(default_factory=list)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for each in self.held:
+            each.close()
 
 
 def call_roll(
@@ -31,7 +72,7 @@ def call_roll(
     secret: Secret,
     timeout_s: float,
     versions: Mapping[str, str] | None = None,
-) -> dict[int, socket.socket]:
+) -> Roll:
     """Waits until the processes of all ranks have called this function.
 
     Args:
@@ -43,14 +84,14 @@ def call_roll(
       versions: versions of what this process runs, by name, which must be equal in all processes.
 
     Returns:
-      Open connections by rank: on rank 0 to all other ranks, and on any other rank to rank 0.
+      The processes. Its context releases the ports that rank 0 holds.
 
     Raises:
       StartupError: a rank is missing at the deadline, was started twice, belongs to another cluster or has other versions, or the address of
         rank 0 is taken, does not belong to this machine or does not answer.
     """
     call = _RollCall(addresses, _shortened(about), secret, timeout_s, versions or {})
-    return _Chief(call).wait() if rank == 0 else {0: _Other(call, rank).wait()}
+    return _Chief(call).wait() if rank == 0 else _Other(call, rank).wait()
 
 
 class _RollCall:
@@ -87,9 +128,13 @@ class _Chief:
     def __init__(self, call: _RollCall) -> None:
         self._call, self._refused = call, 0
         self._present: dict[int, Connection] = {}
+        self._held: list[HeldPort | PrivateAddress] = []
 
-    def wait(self) -> dict[int, socket.socket]:
+    def wait(self) -> Roll:
         try:
+            # If another user has it, `_listening` says so.
+            with suppress(OSError):
+                self._held.append(HeldPort(*split(self._call.addresses[0])))
             with self._listening() as listener:
                 while not self._is_complete and self._call.left_s:
                     self._meet(listener.accepted(self._call.left_s))
@@ -100,11 +145,29 @@ class _Chief:
                 self._meet(listener.accepted(0))
         except StartupError as e:
             self._tell({"error": [e.asked, e.found, e.hint]})
+            for held in self._held:
+                held.close()
             for peer in self._present.values():
                 peer.connection.close()
             raise
-        self._tell({"go": True})
-        return {rank: peer.connection for rank, peer in self._present.items()}
+        roll = self._roll()
+        self._tell({"go": True, "service": roll.service if is_private(roll.service) else None})
+        return roll
+
+    def _roll(self) -> Roll:
+        """Returns the processes, which need no address that others reach if all are on this machine."""
+        lines = {rank: peer.connection for rank, peer in self._present.items()}
+        addresses, (own, port) = self._call.addresses, split(self._call.addresses[0])
+        hosts, are_here = hosts_of([*lines.values()])
+        if are_here and all(peer.hello.get("files") == shares_files() for peer in self._present.values()):
+            private = PrivateAddress()
+            self._held.append(private)
+            return Roll(addresses, lines, LOOPBACK, private.address, private.address, self._held)
+        if len(hosts) == 1:
+            (host,) = hosts
+            return Roll(addresses, lines, host, joined(host, port), joined(host, port), self._held)
+        host = host_for_others(lines.values(), addresses)
+        return Roll(addresses, lines, host, joined(own, port), joined("::", port), self._held)
 
     @property
     def _is_complete(self) -> bool:
@@ -114,7 +177,7 @@ class _Chief:
         address = self._call.addresses[0]
         try:
             return Listener(address, self._call.secret, len(self._call.addresses))
-        except socket.gaierror as e:
+        except gaierror as e:
             raise StartupError(
                 f"rank 0 at {address}",
                 f"this machine does not know the name ({e.strerror}).",
@@ -180,9 +243,9 @@ class _Other:
     """A rank above 0, which connects to rank 0."""
 
     def __init__(self, call: _RollCall, rank: int) -> None:
-        self._call, self._rank = call, rank
+        self._call, self._rank, self._private = call, rank, ""
 
-    def wait(self) -> socket.socket:
+    def wait(self) -> Roll:
         while True:
             connection = self._connected()
             try:
@@ -191,7 +254,7 @@ class _Other:
                 connection.close()
                 raise
             if said is None:
-                return connection
+                return self._roll(connection)
             connection.close()
             if said[3:4] == _SETTINGS:
                 # JAX's service answered. Rank 0 starts it on this port once all ranks are present.
@@ -207,9 +270,20 @@ class _Other:
                 raise self._nothing_said()
             time.sleep(min(RETRY_S, self._call.left_s))
 
-    def _ask(self, connection: socket.socket) -> bytes | None:
+    def _roll(self, connection: Socket) -> Roll:
+        host, port = connection.getpeername()[:2]
+        own = LOOPBACK if self._private else host_for_others([connection], self._call.addresses)
+        service = self._private or joined(host, port)
+        return Roll(self._call.addresses, {0: connection}, own, service, service)
+
+    def _ask(self, connection: Socket) -> bytes | None:
         """Returns None if all ranks have connected, and otherwise what rank 0 sent instead of a message."""
-        hello = {"rank": self._rank, "about": self._call.about, "versions": self._call.versions}
+        hello = {
+            "rank": self._rank,
+            "about": self._call.about,
+            "versions": self._call.versions,
+            "files": shares_files(),
+        }
         said = handshake(connection, self._call.secret, hello, self._call.left_s)
         if said is not None:
             return said
@@ -219,9 +293,10 @@ class _Other:
             raise StartupError(*answer["error"])
         if "go" not in answer:
             raise self._nothing_said()
+        self._private = answer.get("service") or ""
         return None
 
-    def _connected(self) -> socket.socket:
+    def _connected(self) -> Socket:
         try:
             connection = reach(self._call.addresses[0], self._call.deadline_s)
         except OSError as e:

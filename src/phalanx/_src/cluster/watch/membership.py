@@ -11,7 +11,6 @@ import json
 import os
 import queue
 import signal
-import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -20,7 +19,8 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from phalanx._src.cluster.connections.listener import expect_answers, handshake, send, split
+from phalanx._src.cluster.connections.listener import connect, expect_answers, handshake, send
+from phalanx._src.cluster.connections.ports import HeldPort, cut
 from phalanx._src.cluster.connections.secret import secret_of
 from phalanx._src.cluster.spec import ClusterSpec, Task, tf_config
 from phalanx.errors import StartupError
@@ -97,7 +97,7 @@ class Membership(threading.Thread):
         self.is_trying = self.is_leaving = self.is_between_steps = False
         secret = secret_of([address])
         try:
-            self._connection = socket.create_connection(split(address), timeout=_CONNECT_S)
+            self._connection = connect(address, _CONNECT_S)
         except OSError as e:
             raise _no_answer(address) from e
         with ExitStack() as stack:
@@ -111,7 +111,7 @@ class Membership(threading.Thread):
         self.is_late: bool = json.loads(welcome)["is_late"]
         self._connection.settimeout(None)
         expect_answers(self._connection)
-        self._own_host = self._connection.getsockname()[0]
+        self._port = HeldPort(self._connection.getsockname()[0])
         self.start()
 
     def meet(self, *, call: int, progress: Sequence[int], variables: str = "") -> Generation | None:
@@ -128,8 +128,7 @@ class Membership(threading.Thread):
           SystemExit: this process is leaving.
         """
         self.generation = None
-        host, port = self._own_host, _free_port(self._own_host)
-        address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        address = self._port.address
         self._say({"ready": {"call": call, "progress": list(progress), "variables": variables, "address": address}})
         answer: Generation | str = self._next(self._generations)
         if isinstance(answer, str):
@@ -152,8 +151,7 @@ class Membership(threading.Thread):
 
     def close(self) -> None:
         """Leaves the rendezvous, so that the others do not wait for this process."""
-        with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+        cut(self._connection)
 
     def _next(self, news: "queue.SimpleQueue[Any]") -> Any:
         while not self.is_leaving:
@@ -169,7 +167,7 @@ class Membership(threading.Thread):
 
     @override
     def run(self) -> None:
-        with self._connection, self._lines, suppress(OSError):
+        with self._port, self._connection, self._lines, suppress(OSError):
             self._hear()
         self._generations.put(None)
         self._calls.put(None)
@@ -234,13 +232,6 @@ def outlives_losses() -> bool:
     """Whether the next step goes on without a process that is lost now, so that what fails before it may be left out."""
     member = own()
     return member is not None and member.is_between_steps
-
-
-def _free_port(host: str) -> int:
-    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as free:
-        free.bind((host, 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 def _no_answer(address: str) -> StartupError:

@@ -11,27 +11,29 @@ import json
 import math
 import os
 import selectors
-import socket
-import stat
 import subprocess
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from typing import Any, final
 
 from typing_extensions import override
 
+from phalanx._src.cluster.connections.hosts import PRIVATE, is_private
 from phalanx._src.cluster.connections.listener import MessageStream, encoded
+from phalanx._src.cluster.connections.ports import Socket, descriptors_at
 from phalanx._src.cluster.spec import host_and_port
 from phalanx._src.cluster.watch.agreement import READ, Difference, Signature, compare, shortened
 from phalanx._src.cluster.watch.pace import REPORT, Paces, StepTimes, Stopwatch, table_of
+from phalanx._src.cluster.watch.pairs import Pairs
 from phalanx._src.cluster.watch.pulse import Pulse
 from phalanx._src.cluster.watch.sync_point import SyncPoint
 from phalanx._src.cluster.watch.verdict import Member, Verdict, judge_failure, judge_presence, judge_progress, silence_s
+from phalanx.errors.printable import printable
 
 STALL_TIMEOUT_S = 600.0
 """Default time without progress in any process, in seconds, after which a waiting cluster counts as stalled.
@@ -75,21 +77,24 @@ class Watch(threading.Thread):
       stall_s: time that no process may make progress while one of them waits, in seconds.
       outlive: called when the group has lost processes, so that this one leaves it. Takes the ranks of processes that stand still
         and must be ended, and the reason. None if the group cannot lose a process.
+      service: address of JAX's service, if rank 0 has it. By default the address of rank 0.
       clock: returns the time in seconds. All limits are measured by it.
       sleep: waits for some seconds of this time.
 
     Attributes:
       pulse: the process that gives signs of life for this one. None if there is none.
+      pairs: the connections by which processes exchange arrays on CPUs.
     """
 
     def __init__(
         self,
         addresses: Sequence[str],
         rank: int,
-        lines: Mapping[int, socket.socket],
+        lines: Mapping[int, Socket],
         stall_s: float,
         outlive: Callable[[Sequence[int], str], None] | None = None,
         *,
+        service: str | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -98,12 +103,14 @@ class Watch(threading.Thread):
         now_s = clock()
         self._members = {r: Member(f"rank {r} ({addresses[r]})", now_s, now_s) for r in {rank, *lines}}
         self._rank, self._stall_s, self._outlive = rank, stall_s, outlive
-        self._port = host_and_port(addresses[0])[1]
+        service = service or addresses[0]
+        self._service = service.removeprefix(PRIVATE) if is_private(service) else host_and_port(service)[1]
         self._lines = {r: MessageStream(connection) for r, connection in lines.items()}
         self._points = {name: self._new_point(name) for name in ("sync", "change", "stop")}
         # At the first point all processes save, at the second they form another group, and at the third they agree whether a
         # loop over batches stops.
         self.sync_point, self.change_point, self.stop_point = self._points.values()
+        self.pairs = Pairs(rank, lines, self._say_to, self._write)
         self._tick_s = min(_TICK_S, stall_s / 4)
         self._turn = self._step = self._depth = 0
         self._stopwatch, self._paces = Stopwatch(), Paces(len(addresses)) if rank == 0 else None
@@ -132,6 +139,11 @@ class Watch(threading.Thread):
     def steps(self) -> int:
         """The number of steps that this process has finished, and the one that it is in."""
         return self._step
+
+    @property
+    def has_others(self) -> bool:
+        """Whether this process was connected with others."""
+        return bool(self._lines)
 
     @property
     def others_have_left(self) -> bool:
@@ -282,6 +294,7 @@ class Watch(threading.Thread):
                     due_s, judge_s = now_s + self._tick_s, now_s
                     self._members[self._rank].hear(self._progress(), now_s)
                     self._report_pace()
+                    self.pairs.look()
                 # Judging takes time for each member, so rank 0 of a large cluster must not do it for each message.
                 if now_s >= judge_s:
                     judge_s = now_s + min(_JUDGE_S, self._tick_s)
@@ -364,10 +377,17 @@ class Watch(threading.Thread):
         with self._reporting:
             self._say(self._progress() | more)
 
-    def _say(self, message: Mapping[str, Any]) -> None:
+    def _say_to(self, message: Mapping[str, Any], rank: int | None) -> None:
         data = encoded(message)
-        for line in self._lines.values():
+        for line in self._lines.values() if rank is None else [self._lines[rank]]:
             line.send(data)
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError):
+            os.write(2, f"\nPhalanx: {printable(text)}\n".encode())
+
+    def _say(self, message: Mapping[str, Any]) -> None:
+        self._say_to(message, None)
 
     def _listen(self, rank: int, now_s: float) -> tuple[bool, bool]:
         """Handles the messages of a process.
@@ -381,6 +401,8 @@ class Watch(threading.Thread):
                 self._verdict = Verdict(message["verdict"], bool(message["is_loss"]), message["hint"])
             elif "agreed" in message:
                 self._answer(Difference(*message["agreed"]) if message["agreed"] else None)
+            elif "pairs" in message:
+                self.pairs.hear(rank, message["pairs"])
             elif name := next((name for name in self._points if name in message), None):
                 self._points[name].hear(rank, message[name])
             else:
@@ -389,6 +411,7 @@ class Watch(threading.Thread):
                     self._paces.hear(rank, message["pace"])
         if not is_open:
             self._members[rank].is_cut_off()
+            self.pairs.lose(rank)
             for point in self._points.values():
                 point.lose(rank)
         return is_open, not is_open or any("asked" in message or "end" in message for message in messages)
@@ -410,17 +433,14 @@ class Watch(threading.Thread):
             verdict = Verdict("its last error stands above, and it has not ended by itself since", is_loss=True)
         elif verdict.is_loss:
             # Write at once: if rank 0 dies, JAX aborts the others within a tenth of a second.
-            with suppress(OSError):
-                os.write(2, f"\nPhalanx: {verdict}\n".encode())
+            self._write(f"{verdict}")
         self._is_told.set()
         started_s = self._clock()
         while verdict.is_loss and not survives and self._clock() - started_s < self._grace_s:
             self._sleep(self._tick_s)
         with suppress(OSError, ValueError):
             sys.stdout.flush()
-        say = f"\nPhalanx: {verdict}\nThe cluster cannot go on, and rank {self._rank} ends here.\n{_stacks()}"
-        with suppress(OSError):
-            os.write(2, say.encode())
+        self._write(f"{verdict}\nThe cluster cannot go on, and rank {self._rank} ends here.\n{_stacks()}".rstrip("\n"))
         if verdict.is_loss:
             self._hold_service()
         os._exit(_NO_PROGRESS)
@@ -434,8 +454,7 @@ class Watch(threading.Thread):
         lost = self._verdict = replace(verdict, is_loss=True)
         if self._rank == 0:
             self._say({"verdict": lost.text, "is_loss": True, "hint": lost.hint})
-        with suppress(OSError):
-            os.write(2, f"\nPhalanx: {lost.text}.\n".encode())
+        self._write(f"{lost.text}.")
         self._is_told.set()
         self._outlive([rank for rank, m in self._members.items() if m.name in verdict.still], verdict.text)
         inside_s = self._clock()
@@ -456,7 +475,7 @@ class Watch(threading.Thread):
         if self._rank != 0:
             return
         with suppress(OSError):
-            connections = _connections_at(self._port, but={line.connection.fileno() for line in self._lines.values()})
+            connections = descriptors_at(self._service, but={line.connection.fileno() for line in self._lines.values()})
             subprocess.Popen(
                 [sys.executable, "-I", "-S", "-c", _HOLD, str(_GRACE_S), *map(str, connections)],
                 pass_fds=connections,
@@ -473,21 +492,6 @@ class Watch(threading.Thread):
         if self._has_left:
             return 0.0
         return _GRACE_IN_STEP_S if self._depth else _GRACE_S
-
-
-def _connections_at(port: int, but: Set[int]) -> list[int]:
-    """Returns the file descriptors of incoming connections to a port of this process, without those in `but`."""
-    descriptors = []
-    for fd in {int(name) for name in os.listdir("/proc/self/fd")} - but:
-        # The descriptor may have been closed, and may not be a connected socket.
-        with suppress(OSError):
-            if not stat.S_ISSOCK(os.fstat(fd).st_mode):
-                continue
-            with socket.socket(fileno=os.dup(fd)) as connection:
-                if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getsockname()[1] == port:
-                    connection.getpeername()
-                    descriptors.append(fd)
-    return descriptors
 
 
 def _stacks() -> str:
@@ -508,12 +512,14 @@ _started: list[Watch] = []
 def start(
     addresses: Sequence[str],
     rank: int,
-    lines: Mapping[int, socket.socket],
+    lines: Mapping[int, Socket],
     stall_s: float,
     outlive: Callable[[Sequence[int], str], None] | None = None,
+    *,
+    service: str | None = None,
 ) -> Watch:
     """Starts the watch of this process. See `Watch`."""
-    watch = Watch(addresses, rank, lines, stall_s, outlive)
+    watch = Watch(addresses, rank, lines, stall_s, outlive, service=service)
     if lines:
         # Without it, a call that holds the interpreter for long would look like a process that stands still.
         with suppress(OSError):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The connection of a launcher with the rendezvous of its group, which another machine holds."""
 
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -12,6 +11,7 @@ from typing import Any, final
 from typing_extensions import override
 
 from phalanx._src.cluster.connections.listener import RETRY_S, expect_answers, handshake, parsed, reach, send
+from phalanx._src.cluster.connections.ports import Socket, cut
 from phalanx._src.cluster.connections.secret import secret_of
 from phalanx._src.cluster.resolvers.base import start_timeout_s
 from phalanx._src.launch.elastic.messages import GroupStatus, LauncherReport
@@ -56,8 +56,7 @@ class RemoteRendezvous(threading.Thread):
 
     def end(self) -> None:
         """Ends the connection."""
-        with suppress(OSError):
-            self._connection.shutdown(socket.SHUT_RDWR)
+        cut(self._connection)
         self.join()
 
     @override
@@ -77,7 +76,7 @@ class RemoteRendezvous(threading.Thread):
             gone, members = message.pop("gone"), tuple(message.pop("members"))
             self._standing = GroupStatus(**message, members=members, gone=None if gone is None else tuple(gone))
 
-    def _connected(self, timeout_s: float) -> socket.socket:
+    def _connected(self, timeout_s: float) -> Socket:
         deadline_s, cause = time.monotonic() + timeout_s, "it closes the connection"
         try:
             while (connection := reach(self.address, deadline_s)) is not None:
@@ -92,7 +91,7 @@ class RemoteRendezvous(threading.Thread):
             "start phalanx run on the first machine too, and check whether this machine can reach its address",
         )
 
-    def _is_let_in(self, connection: socket.socket) -> bool:
+    def _is_let_in(self, connection: Socket) -> bool:
         with ExitStack() as stack:
             stack.enter_context(connection)
             if handshake(connection, self._secret, self._hello, _HELLO_S) is not None:

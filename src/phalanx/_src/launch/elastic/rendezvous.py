@@ -9,6 +9,7 @@ The launchers of other machines keep a connection too: see `phalanx._src.launch.
 import selectors
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -18,11 +19,13 @@ from typing import Any, final
 
 from typing_extensions import override
 
-from phalanx._src.cluster.connections.listener import Connection, Listener, MessageStream, expect_answers
+from phalanx._src.cluster.connections.hosts import LOOPBACK, PRIVATE
+from phalanx._src.cluster.connections.listener import Connection, Listener, MessageStream, expect_answers, split
+from phalanx._src.cluster.connections.ports import short_folder
 from phalanx._src.cluster.connections.secret import secret_of
 from phalanx._src.cluster.resolvers.base import start_timeout_s
 from phalanx._src.launch.elastic.messages import GroupStatus, LauncherReport
-from phalanx._src.launch.plan import ALONE, LOOPBACK, Machines, free_ports
+from phalanx._src.launch.plan import ALONE, Machines
 from phalanx.errors import StartupError, listed
 
 _TICK_S = 0.2
@@ -30,7 +33,6 @@ _SILENCE_S = 10.0
 _ASK_S = 1.0
 """Time between two invitations. A process that is still entering its generation misses the first one."""
 _NO_RANK = 1 << 30
-_PORTS_TO_TRY = 3
 _MOST = 128
 """Number of processes that may connect at the same time."""
 
@@ -114,7 +116,7 @@ class Rendezvous(threading.Thread):
         self._clock = clock
         self._least, self._kill_here, self._say = least, kill, say
         self._patience_s = start_timeout_s(environment)
-        self.address = machines.address or f"{LOOPBACK}:{free_ports(1)[0]}"
+        self.address = machines.address or f"{LOOPBACK}:0"
         secret = secret_of([self.address], environment)
         try:
             self._listener = Listener(self.address, secret, _MOST)
@@ -124,7 +126,8 @@ class Rendezvous(threading.Thread):
                 f"this machine cannot listen there: {e.strerror or e}.",
                 "use a free port and the name of this machine in the address of the first task",
             ) from e
-        self._service = _Service(environment, self.address.rpartition(":")[0])
+        self.address = self._listener.address
+        self._service = _Service(environment, split(self.address)[0] if machines.count > 1 else "")
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener.fileno, selectors.EVENT_READ, None)
         self._members: dict[int, _Member] = {}
@@ -406,13 +409,15 @@ class _Service:
 
     Args:
       environment: its environment.
-      host: the address of this machine that the processes of the group can reach.
+      host: the address of this machine that the processes of the group can reach. Empty if all are on this machine.
     """
 
     def __init__(self, environment: Mapping[str, str], host: str) -> None:
-        self._host = host
+        self._host, self._number = host, 0
+        # Other users can enter no folder that is made by this function.
+        self._folder = tempfile.TemporaryDirectory(prefix="phalanx-service-", dir=short_folder())
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "phalanx._src.runtime.coordination"],
+            [sys.executable, "-P", "-m", "phalanx._src.runtime.coordination"],
             env={**environment, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -428,18 +433,18 @@ class _Service:
         """
         assert self._process.stdin
         assert self._process.stdout
-        said = ""
-        for _ in range(_PORTS_TO_TRY):  # Another program may take a port between the choice and its use.
-            address = f"{self._host}:{free_ports(1)[0]}"
-            self._process.stdin.write(f"{address} {size}\n")
-            self._process.stdin.flush()
-            said = self._process.stdout.readline()
-            if said == "started\n":
-                return address
-        raise OSError(f"JAX's coordination service does not start: {said or 'its process has ended'}")
+        self._number += 1
+        place = self._host or f"{PRIVATE}{self._folder.name}/{self._number}"
+        self._process.stdin.write(f"{place} {size}\n")
+        self._process.stdin.flush()
+        said = self._process.stdout.readline()
+        if not said.startswith("started "):
+            raise OSError(f"JAX's coordination service does not start: {said or 'its process has ended'}")
+        return said.split()[1]
 
     def end(self) -> None:
         """Ends the process."""
         self._process.kill()
         with suppress(OSError):
             self._process.communicate()
+        self._folder.cleanup()

@@ -13,12 +13,12 @@ Long waits are logged.
 
 import logging
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from platform import node as host_name
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, final
 
 from phalanx._src.parameter_server.processes.handles import Ray
@@ -105,7 +105,7 @@ class Busy:
         # Other threads may change the dict at any time, so copy its values in one call.
         now = time.monotonic()
         what, began = min(list(self._since.values()), key=lambda x: x[1], default=("", now))
-        return Sign(platform, os.getpid(), socket.gethostname(), what, now - began)
+        return Sign(platform, os.getpid(), host_name(), what, now - began)
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,9 @@ class Ray(Protocol):
     def is_initialized(self) -> bool:
         """Whether this process uses a running Ray."""
 
+    def get_runtime_context(self) -> Any:
+        """Returns facts about the running Ray, such as its address."""
+
     def shutdown(self) -> None:
         """Ends Ray."""
 

@@ -7,26 +7,29 @@ import itertools
 import json
 import logging
 import os
+import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from phalanx._src.cluster.processes.owned import SERVERS_FOLDER, OwnedProcesses
+from phalanx._src.cluster.connections.door import Door, Entrance
+from phalanx._src.cluster.connections.hosts import LOOPBACK, is_loopback, numeric
+from phalanx._src.cluster.connections.listener import split
+from phalanx._src.cluster.connections.secret import TOKEN, new_token, secret_of
+from phalanx._src.cluster.processes.owned import SERVERS_FOLDER, MarkedProcesses, OwnedProcesses
 from phalanx._src.cluster.spec import ClusterSpec, Task, leader
 from phalanx._src.parameter_server.processes.handles import Ray
 from phalanx._src.parameter_server.processes.session import (
+    RAY_START,
     AbstractSession,
     KeptSession,
     Session,
-    environment,
-    listens,
-    make_token,
-    ray_command,
+    token_variables,
 )
 from phalanx.errors import (
     ClusterError,
@@ -46,6 +49,8 @@ _QUIET = {
     "RAY_USAGE_STATS_ENABLED": "0",
     # Only clients with the token may connect. Without this, anyone who reaches a port can run code.
     "RAY_AUTH_MODE": "token",
+    # A monitor tells everyone how busy the machines are, without a token, unless its port is none.
+    "AUTOSCALER_METRIC_PORT": "-1",
     # By default, any call after `ray.shutdown()` starts a new Ray session.
     "RAY_ENABLE_AUTO_CONNECT": "0",
     # Ray would hide the accelerators from actors with `num_gpus=0`, which is the default.
@@ -61,13 +66,12 @@ _QUIET = {
     "RAY_agent_register_timeout_ms": "120000",
     "RAY_gcs_server_port_wait_time_s": "120",
 }
-# Makes the processes of a cluster on this machine listen on the loopback interface only. Ray does so by default on Windows and
-# macOS, and reads this variable when it is imported.
-_ALONE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
-_LOOPBACK = "127.0.0.1"
 _POLL_S = 0.2
 _GRACE_S = 5.0
+_STAY_S = 1.0
 _TRIES = 3
+_RAY_TOKEN = "the token of Ray"
+"""What the secret of a cluster proves when it makes the token. See `Secret.proof`."""
 
 
 def load_ray() -> Ray:
@@ -131,18 +135,18 @@ class RayCluster:
     """
 
     def __init__(self, spec: ClusterSpec | None, workers: int, ps: int, timeout_s: float, *, dashboard: bool) -> None:
-        with environment(_ALONE if spec is None else {}):
-            self._ray, self._spec = load_ray(), spec
+        self._ray, self._spec = load_ray(), spec
         self.workers, self.ps = workers, ps
         self.actors: list[Any] = []
         _require_alone(spec)
-        if not self._ray.is_initialized():
-            _sessions.append(self._started(dashboard=dashboard))
+        self._door: Door | None = None
         _open.append(self)
+        if spec is not None:
+            self._start_cluster(spec, timeout_s, dashboard=dashboard)
+        elif not self._ray.is_initialized():
+            _sessions.append(self._started(dashboard=dashboard))
         self.outlives = spec is None and any(session.outlives for session in _sessions)
         self._prefix = f"strategy {next(_numbers)}: "
-        if spec is not None:
-            self._await_tasks(spec, timeout_s)
 
     def actor(self, kind: type, job: str, index: int, *args: PyTree, threads: int, name: str | None = None) -> Any:
         """Starts the actor of a task without waiting for it.
@@ -202,6 +206,8 @@ class RayCluster:
         if self not in _open:
             return
         _open.remove(self)
+        if self._door is not None:
+            self._door.close()
         if self._ray.is_initialized():
             for actor in list(self.actors):
                 self.end(actor)
@@ -209,50 +215,73 @@ class RayCluster:
             _sessions.pop().close()
 
     def _started(self, *, dashboard: bool) -> AbstractSession:
-        """Starts Ray: on the loopback interface, or at the address of the chief."""
-        if self._spec is not None:
-            address, port = _split(self._spec.task_address("chief", 0))
-            return Session(self._ray, address, {"RAY_GCS_SERVER_PORT": str(port)}, dashboard=dashboard)
+        """Starts Ray on the loopback interface."""
         if folder := _folder_of_launcher():
-            return KeptSession(self._ray, folder, _LOOPBACK, _ALONE, dashboard=dashboard)
-        return Session(self._ray, _LOOPBACK, _ALONE, dashboard=dashboard)
+            return KeptSession(self._ray, folder, LOOPBACK, dashboard=dashboard)
+        return Session(self._ray, LOOPBACK, new_token(), dashboard=dashboard)
 
-    def _await_tasks(self, spec: ClusterSpec, timeout_s: float) -> None:
+    def _start_cluster(self, spec: ClusterSpec, timeout_s: float, *, dashboard: bool) -> None:
+        """Waits until all tasks have proved that they belong to the cluster, starts Ray, and tells them where and with which token."""
         tasks = [Task(job, i) for job in ("worker", "ps") for i in spec.task_indices(job)]
-        deadline = time.monotonic() + timeout_s
-        while missing := self._missing(tasks):
-            if time.monotonic() > deadline:
-                names = ", ".join(f"{t} ({spec.task_address(t.type, t.index)})" for t in missing)
-                self.close()
-                raise StartupError(
-                    f"ParameterServerStrategy over {len(tasks)} tasks",
-                    f"these tasks have not joined within {timeout_s:.0f} s: {names}.",
-                    "run phalanx.Server(cluster_spec, job_name, task_index).join() in each of them, with the same token",
-                )
-            time.sleep(_POLL_S)
+        chief = spec.task_address("chief", 0)
+        addresses = [chief, *(spec.task_address(task.type, task.index) for task in tasks)]
+        secret, salt = secret_of(addresses), ""
+        try:
+            self._door = Door(chief, secret, len(tasks))
+        except OSError as e:
+            raise StartupError(
+                f"the chief at {chief}",
+                f"it cannot listen there ({e.strerror or e}): another process has the port, or the address does not belong to this machine.",
+                "use a free port and this machine's name in the address of the chief",
+            ) from e
+        try:
+            door = self._door
+            self._await(tasks, lambda: Counter(door.names), timeout_s)
+            if not self._ray.is_initialized():
+                salt = secrets.token_hex(16)
+                host = LOOPBACK if self._door.is_local else numeric(split(chief)[0])
+                _sessions.append(Session(self._ray, host, secret.proof(_RAY_TOKEN, salt), dashboard=dashboard))
+            self._door.tell({"ray": self._ray.get_runtime_context().gcs_address, "salt": salt})
+            self._await(tasks, self._ray.cluster_resources, timeout_s)
+        except BaseException:
+            self.close()
+            raise
 
-    def _missing(self, tasks: Sequence[Task]) -> list[Task]:
-        """Returns the tasks that have not joined.
+    def _await(self, tasks: Sequence[Task], count: Callable[[], Mapping[str, float]], timeout_s: float) -> None:
+        """Waits until all tasks are there, of which `count` returns how often each is.
 
         Raises:
-          ClusterError: two processes have joined as the same task.
+          ClusterError: a task is there twice.
+          StartupError: a task does not come.
         """
-        joined = self._ray.cluster_resources()
-        if twice := [str(t) for t in tasks if joined.get(_resource(t), 0) > 1]:
-            self.close()
-            raise ClusterError(
-                f"ParameterServerStrategy over {len(tasks)} tasks",
-                f"two processes have joined as {', '.join(twice)}.",
-                "phalanx.Server(cluster_spec, job_name, task_index) with another task_index in each process",
-            )
-        return [t for t in tasks if _resource(t) not in joined]
+        deadline = time.monotonic() + timeout_s
+        while True:
+            counts = count()
+            if twice := [str(task) for task in tasks if counts.get(_resource(task), 0) > 1]:
+                raise ClusterError(
+                    f"ParameterServerStrategy over {len(tasks)} tasks",
+                    f"two processes have joined as {', '.join(twice)}.",
+                    "phalanx.Server(cluster_spec, job_name, task_index) with another task_index in each process",
+                )
+            missing = [task for task in tasks if not counts.get(_resource(task))]
+            if not missing:
+                return
+            if time.monotonic() > deadline:
+                assert self._spec is not None
+                places = ", ".join(f"{t} ({self._spec.task_address(t.type, t.index)})" for t in missing)
+                raise StartupError(
+                    f"ParameterServerStrategy over {len(tasks)} tasks",
+                    f"these tasks have not joined within {timeout_s:.0f} s: {places}.",
+                    f"run phalanx.Server(cluster_spec, job_name, task_index).join() in each of them, with the same {TOKEN}",
+                )
+            time.sleep(_POLL_S)
 
 
 class Server:
     """A worker or a parameter server of a cluster. Must be created outside all scopes, in its own process.
 
-    It joins the Ray cluster of the chief, whose strategy then sends it work. Both need the same token: in `RAY_AUTH_TOKEN`, in
-    the file that `RAY_AUTH_TOKEN_PATH` names, or in `~/.ray/auth_token`, which is created for the processes of one user.
+    It joins the chief, whose strategy then sends it work. Both need the same PHALANX_TOKEN. Without it, they must be processes of one
+    user, at addresses that only this machine reaches.
 
     Args:
       server_or_cluster_def: the cluster: a `ClusterSpec`, or a dict from job to addresses.
@@ -312,29 +341,28 @@ class Server:
           StartupError: the chief did not appear, or it rejected this task.
         """
         load_ray()
-        deadline = time.monotonic() + timeout_s
-        while not listens(self._chief):
-            if time.monotonic() > deadline:
-                raise StartupError(
-                    f"Server({self._task}).join(timeout_s={timeout_s:.0f})",
-                    f"no process listens at the address of the chief, {self._chief}.",
-                    "start the script with ParameterServerStrategy on the chief",
-                )
-            time.sleep(_POLL_S)
-        host, _ = _split(self._spec.task_address(self._task.type, self._task.index))
-        make_token()
+        tasks = [Task(job, index) for job in self._spec.jobs for index in self._spec.task_indices(job)]
+        secret = secret_of([self._spec.task_address(task.type, task.index) for task in tasks])
         processes = OwnedProcesses()
         try:
-            # Each task needs its own temporary folder: nodes that start together on one machine would choose the same
-            # names in a common one.
-            for tries_left in reversed(range(_TRIES)):
-                node = self._start(host, f"{processes.marked.folder}/ray", processes.marked.variables)
-                try:
-                    if self._stay(node, is_last=not tries_left):
-                        return
-                finally:
-                    _end(node)
-                    processes.marked.end()
+            with Entrance(self._chief, secret, _resource(self._task), timeout_s) as chief:
+                if "ray" not in chief.message:
+                    raise StartupError(
+                        f"Server({self._task}).join()",
+                        f"the chief, {self._chief}, has ended before all tasks had joined, or is waiting for one of them.",
+                        "look at the output of the chief",
+                    )
+                token = secret.proof(_RAY_TOKEN, str(chief.message["salt"])) if chief.message.get("salt") else ""
+                # Each task needs its own temporary folder: nodes that start together on one machine would choose the same
+                # names in a common one.
+                for tries_left in reversed(range(_TRIES)):
+                    node = self._start(chief, token, processes.marked)
+                    try:
+                        if self._stay(chief, node, is_last=not tries_left):
+                            return
+                    finally:
+                        _end(node)
+                        processes.marked.end()
         finally:
             processes.close(_GRACE_S)
 
@@ -342,26 +370,31 @@ class Server:
     def _chief(self) -> str:
         return self._spec.task_address("chief", 0)
 
-    def _start(self, host: str, folder: str, variables: Mapping[str, str]) -> subprocess.Popen[str]:
+    def _start(self, chief: Entrance, token: str, processes: MarkedProcesses) -> subprocess.Popen[str]:
+        ray = str(chief.message["ray"])
+        host, _ = split(self._spec.task_address(self._task.type, self._task.index))
+        own = dict(os.environ)
+        if token:
+            own.pop("RAY_AUTH_TOKEN", None)
+            own |= token_variables(processes.folder, token)
         return subprocess.Popen(
             [
-                ray_command(),
-                "start",
-                f"--address={self._chief}",
-                f"--node-ip-address={socket.gethostbyname(host)}",
+                *RAY_START,
+                f"--address={ray}",
+                f"--node-ip-address={LOOPBACK if is_loopback(ray) else numeric(host)}",
                 f"--resources={json.dumps({_resource(self._task): 1})}",
-                f"--temp-dir={folder}",
+                f"--temp-dir={processes.folder}/ray",
                 "--block",
                 "--disable-usage-stats",
             ],
-            # The chief accepts connections already, so a failure that lasts this long is permanent, such as a wrong token.
-            env={**os.environ, **variables, "RAY_gcs_server_port_wait_time_s": "20"},
+            # The chief accepts connections already, so a failure that lasts this long is permanent.
+            env={**own, **processes.variables, "RAY_gcs_server_port_wait_time_s": "20"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
         )
 
-    def _stay(self, node: subprocess.Popen[str], *, is_last: bool) -> bool:
+    def _stay(self, chief: Entrance, node: subprocess.Popen[str], *, is_last: bool) -> bool:
         """Waits until the chief ends.
 
         Returns:
@@ -371,11 +404,10 @@ class Server:
           StartupError: Ray has ended first, and another try would not help.
         """
         began = time.monotonic()
-        while listens(self._chief):
+        while chief.is_open(_STAY_S):
             if node.poll() is not None:
-                # Ray may have ended because the chief did, whose port closes a moment later.
-                time.sleep(1.0)
-                if not listens(self._chief):
+                # Ray may have ended because the chief did, whose connection ends a moment later.
+                if not chief.is_open(_STAY_S):
                     return True
                 text = node.stdout.read() if node.stdout else ""
                 if not is_last and "exited unexpectedly" in text:
@@ -383,9 +415,8 @@ class Server:
                 raise StartupError(
                     f"Server({self._task}).join()",
                     f"Ray ended after {time.monotonic() - began:.0f} s:\n{text.strip()[-2000:]}",
-                    "the same RAY_AUTH_TOKEN, and the same versions of Python and Ray, as the chief",
+                    "the same versions of Python and Ray as the chief",
                 )
-            time.sleep(1.0)
         return True
 
 
@@ -407,11 +438,6 @@ def _started(kind: type) -> type:
 
 def _resource(task: Task) -> str:
     return f"phalanx_{task.type}_{task.index}"
-
-
-def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host, int(port)
 
 
 def _end(process: subprocess.Popen[str]) -> None:

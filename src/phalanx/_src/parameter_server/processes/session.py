@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Ray's processes on this machine: their token, their files, and which process they end with."""
 
+import importlib
 import os
-import secrets
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -14,12 +13,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import ClassVar, NoReturn, final
+from typing import Any, ClassVar, NoReturn, final
 
 from typing_extensions import override
 
+from phalanx._src.cluster.connections.listener import answers
+from phalanx._src.cluster.connections.ports import HeldPort
+from phalanx._src.cluster.connections.secret import new_token
 from phalanx._src.cluster.processes.owned import MarkedProcesses, OwnedProcesses
-from phalanx._src.launch.plan import free_ports
 from phalanx._src.launch.processes import MARK
 from phalanx._src.parameter_server.processes.handles import Ray
 from phalanx.errors import StartupError
@@ -28,6 +29,12 @@ _TRIES = 3
 _GRACE_S = 1.0
 _START_S = 300.0
 _NAMESPACE = "phalanx"
+_TOKEN = "RAY_AUTH_TOKEN"
+# The command line of Ray. See `_loopback_kept`.
+_RAY = (
+    "import sys\nfrom ray._private import services\nservices.resolve_ip_for_localhost = lambda host: host\n"
+    "from ray.scripts.scripts import main\nsys.exit(main())"
+)
 
 
 class AbstractSession(ABC):
@@ -36,8 +43,8 @@ class AbstractSession(ABC):
     Args:
       ray: the module `ray`.
       processes: Ray's processes.
-      address: host name or address at which they listen.
-      settings: environment variables for them.
+      address: the address at which they listen: the loopback one, or else all of this machine.
+      token: the token with which they know each other. It is in a file of their folder, which only this user can enter.
       dashboard: whether to start Ray's dashboard.
 
     Raises:
@@ -47,13 +54,11 @@ class AbstractSession(ABC):
     outlives: ClassVar[bool]
     """Whether Ray's processes, and actors that have names, outlive this process."""
 
-    def __init__(
-        self, ray: Ray, processes: MarkedProcesses, address: str, settings: Mapping[str, str], *, dashboard: bool
-    ) -> None:
-        self._ray, self._processes, self._settings = ray, processes, settings
+    def __init__(self, ray: Ray, processes: MarkedProcesses, address: str, token: str, *, dashboard: bool) -> None:
+        self._ray, self._processes = ray, processes
+        self._settings = token_variables(processes.folder, token)
         self._address, self._dashboard = address, dashboard
         self._on_sigterm = signal.getsignal(signal.SIGTERM)
-        make_token()
         try:
             self._start()
         except BaseException:
@@ -96,13 +101,16 @@ class AbstractSession(ABC):
 
     def _init(self, **options: object) -> None:
         """Calls `ray.init`."""
-        with environment({**self._settings, **self._processes.variables}), warnings.catch_warnings():
+        # Ray remembers the token of an earlier session of this process.
+        importlib.import_module("ray._raylet").AuthenticationTokenLoader.instance().reset_cache()
+        settings = {**self._settings, **self._processes.variables}
+        with _environment(settings), _loopback_kept(), warnings.catch_warnings():
             # JAX warns about `os.fork()` in a process with threads. Ray forks only to execute another program at once,
             # which is safe.
             warnings.filterwarnings("ignore", r"os\.fork\(\) was called", RuntimeWarning)
             self._ray.init(
                 configure_logging=False,
-                _node_ip_address=socket.gethostbyname(self._address),
+                _node_ip_address=self._address,
                 namespace=_NAMESPACE,
                 **options,
             )
@@ -114,9 +122,9 @@ class Session(AbstractSession):
 
     outlives = False
 
-    def __init__(self, ray: Ray, address: str, settings: Mapping[str, str], *, dashboard: bool) -> None:
+    def __init__(self, ray: Ray, address: str, token: str, *, dashboard: bool) -> None:
         self._owned = OwnedProcesses()
-        super().__init__(ray, self._owned.marked, address, settings, dashboard=dashboard)
+        super().__init__(ray, self._owned.marked, address, token, dashboard=dashboard)
 
     @override
     def _open(self) -> None:
@@ -143,10 +151,10 @@ class KeptSession(AbstractSession):
 
     outlives = True
 
-    def __init__(self, ray: Ray, folder: str, address: str, settings: Mapping[str, str], *, dashboard: bool) -> None:
+    def __init__(self, ray: Ray, folder: str, address: str, *, dashboard: bool) -> None:
         # Contains the port of Ray's head process, once that accepts connections.
         self._port = Path(folder, "port")
-        super().__init__(ray, MarkedProcesses(folder), address, settings, dashboard=dashboard)
+        super().__init__(ray, MarkedProcesses(folder), address, new_token(), dashboard=dashboard)
 
     @override
     def _open(self) -> None:
@@ -164,7 +172,7 @@ class KeptSession(AbstractSession):
         """Connects to the processes of an earlier start. Returns whether that was possible."""
         with suppress(Exception):  # Ray raises plain `Exception` too.
             address = f"{self._address}:{self._port.read_text()}"
-            if listens(address):
+            if answers(address):
                 self._init(address=address)
                 return True
         self._ray.shutdown()
@@ -172,11 +180,11 @@ class KeptSession(AbstractSession):
 
     def _started(self) -> str:
         """Starts Ray's processes, and returns their port."""
-        (port,) = free_ports(1)
+        with HeldPort(self._address) as held:
+            port = held.port
         node = subprocess.run(
             [
-                ray_command(),
-                "start",
+                *RAY_START,
                 "--head",
                 f"--port={port}",
                 f"--node-ip-address={self._address}",
@@ -186,7 +194,9 @@ class KeptSession(AbstractSession):
                 "--disable-usage-stats",
             ],
             # Without the mark of the launcher's group, which ends before the next start.
-            env={k: v for k, v in os.environ.items() if k != MARK} | dict(self._settings) | self._processes.variables,
+            env={k: v for k, v in os.environ.items() if k not in {MARK, _TOKEN}}
+            | self._settings
+            | self._processes.variables,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -200,55 +210,53 @@ class KeptSession(AbstractSession):
         return str(port)
 
 
-def ray_command() -> str:
-    """Returns the path of Ray's command line."""
-    return str(Path(sys.executable).with_name("ray"))
-
-
-def listens(address: str) -> bool:
-    """Returns whether a process accepts connections at `host:port`."""
-    host, _, port = address.rpartition(":")
-    try:
-        with socket.create_connection((host, int(port)), timeout=2.0):
-            return True
-    except OSError:
-        return False
+RAY_START = (sys.executable, "-P", "-c", _RAY, "start")
+"""The command that starts Ray's processes on this machine, without its options."""
 
 
 def _num_cpus() -> int:
     return max(1, os.cpu_count() or 1)
 
 
-def make_token() -> None:
-    """Creates the token file of this user with mode 600, unless the environment defines a token."""
-    if {"RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"} & os.environ.keys():
-        return
-    path = Path.home() / ".ray" / "auth_token"
-    # If the home directory is not writable, Ray reports it.
-    with suppress(OSError):
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # O_EXCL: of several processes that start together, one creates the token and all others keep it.
-        with (
-            suppress(FileExistsError),
-            os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file,
-        ):
-            file.write(secrets.token_hex(32))
-        path.chmod(0o600)
+def token_variables(folder: str, token: str) -> dict[str, str]:
+    """Returns variables with which Ray's processes find their token, which an earlier start may have put into their folder."""
+    path = os.path.join(folder, "token")
+    with (
+        suppress(FileExistsError),
+        os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file,
+    ):
+        file.write(token)
+    return {"RAY_AUTH_TOKEN_PATH": path}
 
 
 @contextmanager
-def environment(values: Mapping[str, str]) -> Iterator[None]:
-    """Sets environment variables inside the context, and restores them afterwards."""
-    before = {name: os.environ.get(name) for name in values}
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Sets environment variables inside the context, where Ray does not see a token of the user, and restores them afterwards."""
+    before = dict(os.environ)
+    os.environ.pop(_TOKEN, None)
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in (_TOKEN, *values):
+            os.environ.pop(name, None)
+            if name in before:
+                os.environ[name] = before[name]
+
+
+@contextmanager
+def _loopback_kept() -> Iterator[None]:
+    """Makes Ray listen at 127.0.0.1 if that is its address. By default it takes another address of the machine then, and listens at all.
+
+    The function whose place this takes is not public. `_RAY` does the same in the command line.
+    """
+    services: Any = importlib.import_module("ray._private.services")
+    resolve = services.resolve_ip_for_localhost
+    services.resolve_ip_for_localhost = lambda host: host
+    try:
+        yield
+    finally:
+        services.resolve_ip_for_localhost = resolve
 
 
 def _set_sigterm(handler: Callable[[int, FrameType | None], object] | int) -> None:

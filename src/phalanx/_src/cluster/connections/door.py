@@ -1,0 +1,185 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The door of a cluster whose members may come late and come again: they learn where to meet only after both ends have proved themselves.
+
+The chief of parameter servers keeps one. A member that comes through it waits for the message of the chief, and keeps the connection, whose
+end tells it that the chief has ended. Uses the standard library only.
+"""
+
+import selectors
+import threading
+import time
+from collections.abc import Mapping
+from typing import Any, Self, final
+
+from phalanx._src.cluster.connections.hosts import is_loopback
+from phalanx._src.cluster.connections.listener import (
+    RETRY_S,
+    Connection,
+    Listener,
+    expect_answers,
+    handshake,
+    parsed,
+    reach,
+    read_line,
+)
+from phalanx._src.cluster.connections.ports import Socket, cut, hosts_of
+from phalanx._src.cluster.connections.secret import Secret
+from phalanx.errors import StartupError
+
+_HELLO_S = 5.0
+_TURN_S = 0.2
+
+
+@final
+class Door:
+    """Lets in the members of a cluster that know its secret, until it is closed.
+
+    Args:
+      address: `host:port` to listen at.
+      secret: the secret of the cluster.
+      size: number of members.
+
+    Raises:
+      OSError: this process cannot listen there.
+    """
+
+    def __init__(self, address: str, secret: Secret, size: int) -> None:
+        self._address, self._listener = address, Listener(address, secret, size)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener.fileno, selectors.EVENT_READ, None)
+        self._here: list[Connection] = []
+        self._message: Mapping[str, Any] | None = None
+        self._lock = threading.Lock()
+        self._is_closed = False
+        self._thread = threading.Thread(target=self._run, name="phalanx-door", daemon=True)
+        self._thread.start()
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the members that are here. A name may be there twice."""
+        with self._lock:
+            return [str(member.hello.get("name")) for member in self._here]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all members that are here, and the chief, are on one machine."""
+        with self._lock:
+            return is_loopback(self._address) or hosts_of([member.connection for member in self._here])[1]
+
+    def tell(self, message: Mapping[str, Any]) -> None:
+        """Sends a message to all members, also to those that will come."""
+        with self._lock:
+            self._message = message
+            for member in self._here:
+                member.say(message)
+
+    def close(self) -> None:
+        """Ends all connections, so that the members learn that the chief has ended."""
+        self._is_closed = True
+        self._thread.join()
+
+    def _run(self) -> None:
+        with self._listener, self._selector:
+            while not self._is_closed:
+                ready = self._selector.select(_TURN_S)
+                for peer in self._listener.accepted(0):
+                    self._admit(peer)
+                for member in [key.data for key, _ in ready if key.data]:
+                    self._hear(member)
+            for member in self._here:
+                member.connection.close()
+
+    def _admit(self, member: Connection) -> None:
+        expect_answers(member.connection)
+        self._selector.register(member.connection, selectors.EVENT_READ, member)
+        with self._lock:
+            self._here.append(member)
+            if self._message is not None:
+                member.say(self._message)
+
+    def _hear(self, member: Connection) -> None:
+        """Forgets a member whose connection has ended. It says nothing after its hello."""
+        try:
+            if member.connection.recv(1):
+                return
+        except OSError:
+            pass
+        with self._lock:
+            self._here.remove(member)
+        self._selector.unregister(member.connection)
+        member.connection.close()
+
+
+@final
+class Entrance:
+    """The connection of a member with the chief.
+
+    Args:
+      address: `host:port` of the chief.
+      secret: the secret of the cluster.
+      name: name of the member.
+      timeout_s: time until the chief must let it in, in seconds.
+
+    Attributes:
+      message: what the chief says.
+      is_local: whether the chief is on this machine.
+
+    Raises:
+      StartupError: the chief does not answer, has another secret, or is another program.
+    """
+
+    def __init__(self, address: str, secret: Secret, name: str, timeout_s: float) -> None:
+        self._address, self._secret, self._name = address, secret, name
+        self._connection = self._let_in(time.monotonic() + timeout_s, timeout_s)
+        try:
+            self._connection.settimeout(None)
+            expect_answers(self._connection)
+            # The chief waits for all others before it says where they meet.
+            self.message = parsed(read_line(self._connection, time.monotonic() + timeout_s))
+            self.is_local = hosts_of([self._connection])[1]
+        except BaseException:
+            self._connection.close()
+            raise
+        self._connection.settimeout(None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+    def is_open(self, wait_s: float) -> bool:
+        """Whether the chief is there. Waits up to `wait_s` seconds for its end."""
+        self._connection.settimeout(wait_s)
+        try:
+            return bool(self._connection.recv(1))
+        except TimeoutError:
+            return True
+        except OSError:
+            return False
+
+    def _let_in(self, deadline_s: float, timeout_s: float) -> Socket:
+        problem = f"no process listens at the address of the chief, {self._address}"
+        while True:
+            try:
+                connection = reach(self._address, deadline_s)
+            except OSError:
+                connection = None
+            if connection is None:
+                raise StartupError(
+                    f"{self._name} of a cluster, for {timeout_s:g} s",
+                    f"{problem}.",
+                    "start the script with ParameterServerStrategy on the chief",
+                )
+            try:
+                said = handshake(connection, self._secret, {"name": self._name}, _HELLO_S)
+            except BaseException:
+                connection.close()
+                raise
+            if said is None:
+                return connection
+            cut(connection)
+            connection.close()
+            what = f"another program answers there: {said[:40]!r}" if said else "it closes the connection, or is silent"
+            problem = f"at the address of the chief, {self._address}, {what}"
+            time.sleep(min(RETRY_S, max(0.0, deadline_s - time.monotonic())))

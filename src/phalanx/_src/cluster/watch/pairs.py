@@ -1,0 +1,199 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which connections at the ports of this process belong to the group, and which are a stranger's.
+
+gloo, by which processes exchange arrays on CPUs, lets in whoever connects. So each process looks at the connections that have arrived at
+its gloo ports, asks all others over the watch whose they are, and ends those that nobody claims. A message says where they come from.
+Uses the standard library only.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, final
+
+from phalanx._src.cluster.connections.ports import cut, sockets_of_process
+from phalanx.errors import listed
+
+_MOST_AT_ONCE = 500
+_SILENT_S = 60.0
+
+End = tuple[str, int]
+"""The host and the port at which a connection ends."""
+
+
+@final
+class Pairs:
+    """The connections at the gloo ports of this process.
+
+    Args:
+      rank: rank of this process.
+      others: ranks of the other processes.
+      say: sends a message to a rank; without one, to all that this process is connected with. Only rank 0 is with more than one.
+      tell: writes a line for the user.
+      clock: returns the time in seconds.
+
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        others: Iterable[int],
+        say: Callable[[Mapping[str, Any], int | None], None],
+        tell: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._rank, self._others, self._say, self._tell, self._clock = rank, set(others), say, tell, clock
+        self._places: set[End] = set()
+        self._changed = threading.Condition()
+        self._known: set[End] = set()
+        self._ended: set[End] = set()
+        self._doubted: set[End] = set()
+        self._asked: set[End] = set()
+        self._claimed: set[End] = set()
+        self._reached = 0
+        self._answered: set[int] = set()
+        self._strangers: set[str] = set()
+        self._told_s: dict[str, float] = {}
+
+    @property
+    def strangers(self) -> list[str]:
+        """Where the connections came from that this process has ended."""
+        with self._changed:
+            return sorted(self._strangers)
+
+    def open(self, host: str, ports: Iterable[int]) -> None:
+        """Looks at the connections at these ports of this machine from now on."""
+        with self._changed:
+            self._places = {(host, port) for port in ports}
+
+    def confirm(self, timeout_s: float) -> None:
+        """Waits until all connections that have arrived are known to belong to the group, or were ended."""
+        deadline_s = self._clock() + timeout_s
+        while (left_s := deadline_s - self._clock()) > 0:
+            with self._changed:
+                if not self._asked:
+                    if not (unknown := self._arrived() - self._known - self._ended):
+                        return
+                    self._ask(unknown)
+                self._changed.wait(min(left_s, 1.0))
+
+    def look(self) -> None:
+        """Asks whose the connections are that were here at the last look already. Call it once in a while."""
+        with self._changed:
+            arrived = self._arrived()
+            self._known &= arrived
+            self._ended &= arrived
+            unknown = arrived - self._known - self._ended
+            lasting, self._doubted = unknown & self._doubted, unknown
+            if lasting and not self._asked:
+                self._ask(lasting)
+
+    def hear(self, rank: int, message: Mapping[str, Any]) -> None:
+        """Handles a message of another process. Questions and answers go through rank 0."""
+        if "whose" in message:
+            asker = int(message["rank"])
+            if self._rank == 0:
+                self._say({"pairs": dict(message)}, None)
+            if asker != self._rank:
+                ends, places = _as_ends(message["whose"]), _as_ends(message["at"])
+                all_ends = _ends()
+                mine = {own for own, _ in all_ends} & ends
+                reaches = sum(other in places for _, other in all_ends)
+                self._pass({"mine": sorted(mine), "reaches": reaches, "rank": self._rank, "to": asker})
+        else:
+            self._pass(message)
+
+    def lose(self, rank: int) -> None:
+        """Expects no answer of a process that has ended."""
+        with self._changed:
+            self._others.discard(rank)
+            self._settle()
+
+    def _arrived(self) -> set[End]:
+        ports = {port for _, port in self._places}
+        return {other for own, other in _ends() if own[1] in ports} if ports else set()
+
+    def _ask(self, ends: Iterable[End]) -> None:
+        self._asked, self._answered = set(sorted(ends)[:_MOST_AT_ONCE]), set()
+        all_ends = _ends()
+        # A process with several devices has connections with itself.
+        self._claimed = {own for own, _ in all_ends}
+        self._reached = sum(other in self._places for _, other in all_ends)
+        question = {"whose": sorted(self._asked), "at": sorted(self._places), "rank": self._rank}
+        self._say({"pairs": question}, None)
+        self._settle()
+
+    def _pass(self, answer: Mapping[str, Any]) -> None:
+        """Takes an answer, or sends it on."""
+        if answer["to"] != self._rank:
+            self._say({"pairs": dict(answer)}, int(answer["to"]) if self._rank == 0 else 0)
+            return
+        with self._changed:
+            self._answered.add(int(answer["rank"]))
+            self._claimed |= _as_ends(answer["mine"])
+            self._reached += int(answer["reaches"])
+            self._settle()
+
+    def _settle(self) -> None:
+        """Ends the connections that nobody claims, once all processes have answered."""
+        if not self._asked or not self._others <= self._answered:
+            return
+        self._known |= self._asked & self._claimed
+        strange, self._asked = self._asked - self._claimed, set()
+        # If more have connected than have arrived as themselves, they may be on the way, or a router changes their addresses.
+        if strange and self._reached <= len(self._known):
+            _end_those_from(strange, {port for _, port in self._places})
+            self._ended |= strange
+            self._name(strange)
+        self._changed.notify_all()
+
+    def _name(self, ends: set[End]) -> None:
+        places = {f"{host}{_user_at((host, port))}" for host, port in ends}
+        self._strangers |= places
+        now_s = self._clock()
+        hosts = {host for host, _ in ends}
+        if any(now_s >= self._told_s.get(host, 0.0) for host in hosts):
+            self._told_s |= dict.fromkeys(hosts, now_s + _SILENT_S)
+            self._tell(
+                f"Strangers have connected to the port of rank {self._rank} for arrays, from {listed(sorted(places))}. "
+                f"Their connections were ended, {len(ends)} at this moment."
+            )
+
+
+def _ends() -> list[tuple[End, End]]:
+    """Returns both ends of the connections of this process."""
+    ends = []
+    for connection in sockets_of_process():
+        with connection, suppress(OSError):  # A socket that listens has one end.
+            own, other = connection.getsockname(), connection.getpeername()
+            ends.append((_plain(own), _plain(other)))
+    return ends
+
+
+def _end_those_from(ends: set[End], ports: set[int]) -> None:
+    for connection in sockets_of_process():
+        with connection, suppress(OSError):
+            if connection.getsockname()[1] in ports and _plain(connection.getpeername()) in ends:
+                cut(connection)
+
+
+def _plain(name: Sequence[Any]) -> End:
+    return str(name[0]).removeprefix("::ffff:"), int(name[1])
+
+
+def _as_ends(pairs: Iterable[Sequence[Any]]) -> set[End]:
+    return {_plain(pair) for pair in pairs}
+
+
+def _user_at(end: End) -> str:
+    """Returns which user of this machine has a connection, if one has."""
+    host, port = end
+    with suppress(OSError, ValueError):
+        own = "".join(f"{int(part):02X}" for part in reversed(host.split("."))) + f":{port:04X}"
+        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+            _, local, _, _, _, _, _, user, *_ = line.split()
+            if local == own:
+                return f" (user {user} of this machine)"
+    return ""
