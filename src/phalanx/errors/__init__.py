@@ -44,6 +44,7 @@ from typing import Self
 
 from phalanx.errors.frames import user_place
 from phalanx.errors.names import suggest_names
+from phalanx.errors.printable import printable
 
 __all__ = [
     "AggregationError",
@@ -98,7 +99,7 @@ class PhalanxError(Exception):
 
     def __init__(self, asked: str, found: str = "", hint: str = "") -> None:
         # Keras re-creates errors that pass through a layer, with the message as the only argument.
-        self.asked, self.found, self.hint = asked, found, hint
+        self.asked, self.found, self.hint = asked, found, hint = printable(asked), printable(found), printable(hint)
         super().__init__(asked + (f": {found}" if found else "") + (f"\nHINT: {hint}" if hint else ""))
 
     def __reduce__(self) -> tuple[type[Self], tuple[str, str, str], dict[str, object]]:
@@ -270,7 +271,7 @@ def warn_of_slip(found: str, hint: str, category: type[UserWarning] = SlipWarnin
     if (found, place) in _slips:
         return
     _slips.add((found, place))
-    message = f"{found}\nHINT: {hint}"
+    message = printable(f"{found}\nHINT: {hint}")
     if place is None:
         warnings.warn(message, category, stacklevel=2)
     else:

@@ -4,8 +4,8 @@
 import fcntl
 import functools
 import os
+import platform
 import re
-import socket
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -410,7 +410,8 @@ def occupy(directory: Path) -> None:
         return
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        lock = os.open(file, os.O_RDWR | os.O_CREAT, 0o666)
+        # Other users may be able to write into the folder: a link would lead to another file, which is written to below.
+        lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
     except OSError as e:
         raise CheckpointError(
             f"a checkpoint in {directory}",
@@ -433,7 +434,7 @@ def occupy(directory: Path) -> None:
         occupy(directory)
         return
     os.truncate(lock, 0)
-    os.write(lock, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+    os.write(lock, f"process {os.getpid()} on {platform.node()}\n".encode())
     _occupied[os.path.realpath(directory)] = lock
 
 

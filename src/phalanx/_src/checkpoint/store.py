@@ -13,6 +13,7 @@ import contextlib
 import errno
 import json
 import os
+import secrets
 import shutil
 import struct
 import zlib
@@ -74,13 +75,14 @@ def write(file: Path, arrays: Mapping[str, np.ndarray], notes: Mapping[str, Any]
       CheckpointError: the file exists already or cannot be written.
     """
     refuse_existing(file)
-    beside = file.with_name(f".{file.name}.{os.getpid()}.part")
+    # Other users may be able to write into the folder: nobody knows the name before, and nothing is there yet.
+    beside = file.with_name(f".{file.name}.{secrets.token_hex(8)}.part")
     dtypes = {name: array.dtype.name for name, array in arrays.items() if array.dtype.name not in _CODES}
     array_sums = {name: sums.of_array(array) for name, array in arrays.items()}
     metadata = {"format": _FORMAT, "notes": json.dumps({**notes, "dtypes": dtypes, "sums": array_sums})}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with open(beside, "wb", buffering=0) as opened:
+        with open(beside, "xb", buffering=0) as opened:
             _write_all(opened, _header(arrays, metadata))
             for array in arrays.values():
                 _write_all(opened, array.reshape(-1).view(np.uint8).data)
@@ -243,7 +245,7 @@ class CheckpointFile:
         try:
             self.notes: dict[str, Any] = _checked(json.loads(metadata["notes"]), own)
             self._divisions = {name: Division.of_notes(each) for name, each in self.notes["divided"].items()}
-        except (KeyError, TypeError, ValueError, AttributeError) as e:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as e:
             raise self._refuse(f"its notes cannot be read ({type(e).__name__}: {e})") from e
         self.names = own | set(self._divisions)
         self._dtypes: dict[str, str] = self.notes["dtypes"]
@@ -279,7 +281,10 @@ class CheckpointFile:
         shape, dtype = self.spec(name)
         if name in self._divisions:
             return self.part(name, tuple((0, n) for n in shape))
-        array: np.ndarray = self._open.get_tensor(name)
+        try:
+            array: np.ndarray = self._open.get_tensor(name)
+        except MemoryError as e:
+            raise self._refuse(f"{name}, of the shape {shape}, does not fit into the memory of this process") from e
         if name not in self._sound:
             sum_of = sums.of_bytes if self.is_old else sums.of_array
             if sum_of(array) != self.notes["sums"][name]:
@@ -320,7 +325,7 @@ class CheckpointFile:
         """
         try:
             return text.decode(self.notes["values"][name], self.array)
-        except (KeyError, TypeError, ValueError, AttributeError) as e:
+        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as e:
             raise self._refuse(f"{name} is not what was saved ({type(e).__name__}: {e})") from e
 
     def items(self) -> Iterator[tuple[str, np.ndarray]]:

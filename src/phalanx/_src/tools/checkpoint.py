@@ -11,14 +11,13 @@ from typing import Any, final
 
 import keras
 import numpy as np
-from rich.console import Console
-from rich.table import Table
 
 from phalanx._src.checkpoint.checkpoint import Checkpoint
 from phalanx._src.checkpoint.manager import latest_checkpoint, numbered
 from phalanx._src.checkpoint.reader import CheckpointReader, load_checkpoint
 from phalanx._src.checkpoint.shards import size_on_disk
 from phalanx._src.checkpoint.store import export_arrays
+from phalanx._src.launch.tables import print_table
 from phalanx.errors import CheckpointError, InvalidArgumentError, PhalanxError
 from phalanx.typing import PyTree
 
@@ -34,7 +33,7 @@ def ls(folder: str) -> int:
         raise CheckpointError(call, "it is a file.", f"phalanx checkpoint show {folder}")
     if not os.path.isdir(folder):
         raise CheckpointError(call, "there is no such folder.", hint)
-    table = Table("checkpoint", "saved", "size", "arrays", box=None)
+    rows = []
     checkpoints = numbered(folder)
     for _, file in checkpoints:
         status = file.stat()
@@ -43,10 +42,10 @@ def ls(folder: str) -> int:
             arrays = str(len(load_checkpoint(file).get_variable_to_shape_map()))
         except CheckpointError:
             arrays = "cannot be read"
-        table.add_row(str(file), saved, _size(size_on_disk(file)), arrays)
+        rows.append((str(file), saved, _size(size_on_disk(file)), arrays))
     if not checkpoints:
         raise CheckpointError(call, "the folder contains no checkpoint.", hint)
-    _print(table)
+    print_table(("checkpoint", "saved", "size", "arrays"), rows)
     return 0
 
 
@@ -54,14 +53,14 @@ def show(path: str) -> int:
     """Prints the contents of a checkpoint. Returns the exit code."""
     reader = load_checkpoint(path)
     dtypes, total = reader.get_variable_to_dtype_map(), 0
-    table = Table("name", "shape", "dtype", "size", box=None)
+    rows = []
     for name, shape in sorted(reader.get_variable_to_shape_map().items(), key=lambda item: _order(item[0])):
         size = int(np.prod(shape, dtype=np.int64)) * dtypes[name].itemsize
         total += size
-        table.add_row(name, str(tuple(shape)), str(dtypes[name]), _size(size))
+        rows.append((name, str(tuple(shape)), str(dtypes[name]), _size(size)))
     for name, value in reader.values.items():
-        table.add_row(name, "", type(value).__name__, _short(value))
-    _print(table)
+        rows.append((name, "", type(value).__name__, _short(value)))
+    print_table(("name", "shape", "dtype", "size"), rows)
     print(f"{len(dtypes)} arrays, {_size(total)}")
     return 0
 
@@ -69,14 +68,14 @@ def show(path: str) -> int:
 def diff(first: str, second: str) -> int:
     """Prints how two checkpoints differ. Returns 1 if they do, else 0."""
     sides = [_Side(load_checkpoint(path)) for path in (first, second)]
-    table = Table("name", first, second, "", box=None)
+    rows = []
     for name in sorted(set().union(*(side.names for side in sides)), key=_order):
         if (row := _difference(*(side.value(name) for side in sides))) is not None:
-            table.add_row(name, *row)
-    if not table.row_count:
+            rows.append((name, *row))
+    if not rows:
         print("They are equal.")
         return 0
-    _print(table)
+    print_table(("name", first, second, ""), rows)
     return 1
 
 
@@ -201,11 +200,6 @@ def _size(count: float) -> str:
             return f"{count:.3g} {unit}"
         count /= 1000
     return f"{count:.3g} GB"
-
-
-def _print(table: Table) -> None:
-    # Whole names, also where the output is a pipe.
-    Console(width=None if sys.stdout.isatty() else 200, soft_wrap=True).print(table)
 
 
 COMMANDS: dict[str, Callable[..., int]] = {"ls": ls, "show": show, "diff": diff, "export": export}

@@ -8,26 +8,122 @@ import platform
 import re
 import sys
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
+
+from phalanx.errors.printable import printable
 
 _NEEDED = ("phalanx", "jax", "jaxlib", "keras", "numpy")
 _OPTIONAL = ("click", "flax", "grain", "optax", "orbax-checkpoint", "ray", "tensorboardX", "tensorflow", "torch")
 _NAMES = re.compile(
     r"(CUDA|GLOO|JAX|KERAS|NCCL|OMP|PHALANX|RAY|ROCM|SLURM|TF(?!_CLI_)|TPU|XLA)_|(NPROC|PYTHONPATH|LD_LIBRARY_PATH|VIRTUAL_ENV)$"
 )
-_SECRET_NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH", re.IGNORECASE)
-_LOGIN = re.compile(r"//[^/@\s]+@")
+_HARMLESS = frozenset(
+    [
+        "CUDA_DEVICE_ORDER",
+        "CUDA_VISIBLE_DEVICES",
+        "CUDA_HOME",
+        "CUDA_PATH",
+        "GLOO_SOCKET_IFNAME",
+        "JAX_COMPILATION_CACHE_DIR",
+        "JAX_COORDINATOR_ADDRESS",
+        "JAX_COORDINATOR_BIND_ADDRESS",
+        "JAX_DEBUG_NANS",
+        "JAX_DEFAULT_MATMUL_PRECISION",
+        "JAX_DISABLE_JIT",
+        "JAX_ENABLE_X64",
+        "JAX_LOCAL_DEVICE_IDS",
+        "JAX_NUM_PROCESSES",
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES",
+        "JAX_PLATFORMS",
+        "JAX_PROCESS_ID",
+        "JAX_TRACEBACK_FILTERING",
+        "KERAS_BACKEND",
+        "KERAS_HOME",
+        "LD_LIBRARY_PATH",
+        "NCCL_DEBUG",
+        "NCCL_IB_DISABLE",
+        "NCCL_P2P_DISABLE",
+        "NCCL_SOCKET_IFNAME",
+        "NPROC",
+        "OMP_NUM_THREADS",
+        "PHALANX_CPU_DEVICES",
+        "PHALANX_MEMBER",
+        "PHALANX_MOST_WORKERS",
+        "PHALANX_PROFILE",
+        "PHALANX_RENDEZVOUS",
+        "PHALANX_REPORT",
+        "PHALANX_RESTART",
+        "PHALANX_SERVERS_FOLDER",
+        "PHALANX_STALL_TIMEOUT_S",
+        "PHALANX_START_TIMEOUT_S",
+        "PYTHONPATH",
+        "RAY_ADDRESS",
+        "RAY_AUTH_MODE",
+        "RAY_TMPDIR",
+        "ROCM_PATH",
+        "SLURM_CPUS_PER_TASK",
+        "SLURM_GPUS_PER_TASK",
+        "SLURM_JOB_ID",
+        "SLURM_JOB_NODELIST",
+        "SLURM_JOB_NUM_NODES",
+        "SLURM_LOCALID",
+        "SLURM_NNODES",
+        "SLURM_NODEID",
+        "SLURM_NPROCS",
+        "SLURM_NTASKS",
+        "SLURM_NTASKS_PER_NODE",
+        "SLURM_PROCID",
+        "SLURM_STEP_ID",
+        "SLURM_STEP_NODELIST",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_STEP_TASKS_PER_NODE",
+        "SLURM_TASKS_PER_NODE",
+        "TF_CPP_MIN_LOG_LEVEL",
+        "TPU_ACCELERATOR_TYPE",
+        "TPU_CHIPS_PER_HOST_BOUNDS",
+        "TPU_HOST_BOUNDS",
+        "TPU_PROCESS_ADDRESSES",
+        "TPU_PROCESS_BOUNDS",
+        "TPU_SKIP_MDS_QUERY",
+        "TPU_TOPOLOGY",
+        "TPU_VISIBLE_CHIPS",
+        "TPU_VISIBLE_DEVICES",
+        "TPU_WORKER_HOSTNAMES",
+        "TPU_WORKER_ID",
+        "VIRTUAL_ENV",
+        "XLA_FLAGS",
+        "XLA_PYTHON_CLIENT_ALLOCATOR",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION",
+        "XLA_PYTHON_CLIENT_PREALLOCATE",
+    ]
+)
+"""The variables whose values are shown. Those of the others may be secrets, whatever their names are."""
+
+_LOGIN, _QUERY = re.compile(r"//[^@\s]*@"), re.compile(r"(://[^?\s]*)\?\S*")
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Returns the environment variables that affect JAX, Keras and Phalanx, with secrets hidden.
+    """Returns the environment variables that affect JAX, Keras and Phalanx. Only values that are known to be harmless are shown.
 
     Example:
       >>> variables({"JAX_PLATFORMS": "cpu", "RAY_AUTH_TOKEN": "1234", "HOME": "/root"})
       {'JAX_PLATFORMS': 'cpu', 'RAY_AUTH_TOKEN': '(hidden)'}
     """
     named = {name: environ[name] for name in sorted(environ) if _NAMES.match(name)}
-    return {n: "(hidden)" if _SECRET_NAMES.search(n) else _LOGIN.sub("//(hidden)@", v) for n, v in named.items()}
+    return {name: _harmless(name, value) for name, value in named.items()}
+
+
+def _harmless(name: str, value: str) -> str:
+    """Returns the value of a variable, or as much of it as anyone may see."""
+    if name == "TF_CONFIG":
+        with suppress(ValueError, AttributeError, RecursionError):  # A description that is none may hold anything.
+            known = json.loads(value)
+            return json.dumps({part: known[part] for part in ("cluster", "task") if part in known})
+    if name not in _HARMLESS:
+        return "(hidden)"
+    return printable(_QUERY.sub(r"\1?(hidden)", _LOGIN.sub("//(hidden)@", value)))
 
 
 def versions(names: tuple[str, ...] = _NEEDED) -> dict[str, str]:

@@ -50,7 +50,7 @@ def _links(processes: int | None, devices: int | None, paths: Sequence[Path]) ->
     """Measures the links of the cluster that the environment describes; else between processes that are started here."""
     module = ["phalanx._src.tools.bench.links", *map(str, paths)]
     if (resolver := resolver_of_environment(os.environ)) and resolver.cluster_spec():
-        command = [sys.executable, "-m", *module]
+        command = [sys.executable, "-P", "-m", *module]
     else:
         processes = processes or (1 if devices else default_devices())
         devices = devices or (default_devices() if processes == 1 else 1)

@@ -7,9 +7,11 @@ from pathlib import Path
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from phalanx._src.tools.bench.session import Measured, pairs
 from phalanx._src.tools.bench.timeline import NAMES, Result
+from phalanx.errors.printable import printable
 
 _WIDTH = 120
 
@@ -24,9 +26,9 @@ def print_table(measured: Measured) -> None:
     terminal = console()
     terminal.print(shown)
     for one in measured.results:
-        terminal.print(f"{one.name}: {one.verdict}", markup=False, soft_wrap=True)
+        terminal.print(f"{one.name}: {one.verdict}", soft_wrap=True)
     for note in measured.notes:
-        terminal.print(note, markup=False, soft_wrap=True)
+        terminal.print(note, soft_wrap=True)
 
 
 def print_comparison(before: Measured, after: Measured) -> None:
@@ -40,14 +42,14 @@ def print_comparison(before: Measured, after: Measured) -> None:
     for old, new in pairs(before, after):
         cells = [f"{old.steps_per_s:.2f}", f"{new.steps_per_s:.2f}", f"{new.steps_per_s / old.steps_per_s:.2f}"]
         longer = [f"{1000 * (new.parts[name] - old.parts[name]):+.2f}" for name in NAMES]
-        shown.add_row(old.name, *cells, *longer, _rounds(old), _rounds(new))
+        shown.add_row(printable(old.name), *cells, *longer, _rounds(old), _rounds(new))
     terminal = console()
     terminal.print(shown)
     then = before.machine
     if differ := [
         f"{name} {then.get(name)}, then {now}" for name, now in after.machine.items() if now != then.get(name)
     ]:
-        terminal.print(f"The machines or libraries differ: {'; '.join(differ)}.", markup=False, soft_wrap=True)
+        terminal.print(printable(f"The machines or libraries differ: {'; '.join(differ)}."), soft_wrap=True)
 
 
 def save(measured: Measured, path: Path) -> None:
@@ -79,12 +81,12 @@ def save(measured: Measured, path: Path) -> None:
 
 def table(title: str) -> Table:
     """Returns a table without columns."""
-    return Table(title=title, box=box.SIMPLE, padding=(0, 1), title_justify="left")
+    return Table(title=Text(printable(title)), box=box.SIMPLE, padding=(0, 1), title_justify="left")
 
 
 def console() -> Console:
     """Returns a console that is wide enough for a table."""
-    terminal = Console(highlight=False)
+    terminal = Console(highlight=False, markup=False)
     terminal.width = max(terminal.width, _WIDTH)
     return terminal
 

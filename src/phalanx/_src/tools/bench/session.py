@@ -56,7 +56,7 @@ class Script:
 def launcher(processes: int, devices: int) -> list[str]:
     """Returns the command that starts so many processes of a script."""
     workers = ["--workers", f"{processes}", "--devices-per-worker", f"{devices}"]
-    return [sys.executable, "-m", "phalanx", "run", *workers]
+    return [sys.executable, "-P", "-m", "phalanx", "run", *workers]
 
 
 @dataclass(frozen=True)
