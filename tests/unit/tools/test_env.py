@@ -4,23 +4,35 @@ from phalanx._src.tools.env import as_text, variables
 
 
 def test_secrets_are_hidden():
-    """Names that look like secrets lose their value, addresses their login; what is no business of ours is left out."""
+    """Only values that are known to be harmless are shown; addresses lose login and query; what is no business of ours is left out."""
     told = {
         "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": "gs://me:wo/rd@bucket/x?sig=word",
         "KERAS_API_KEY": "k",
         "RAY_ADDRESS": "ray://me:word@host:1",
-        "TF_CONFIG": '{"cluster": {}}',
+        "SLURM_JWT": "j",
+        "TF_CONFIG": '{"cluster": {}, "job": {"password": "p"}}',
+        "TF_VAR_pat": "v",
         "AWS_SECRET_ACCESS_KEY": "a",
         "HOME": "/home/me",
         "NPROC": "4",
     }
     assert variables(told) == {
+        "JAX_COMPILATION_CACHE_DIR": "gs://(hidden)@bucket/x?(hidden)",
         "JAX_PLATFORMS": "cpu",
         "KERAS_API_KEY": "(hidden)",
         "NPROC": "4",
         "RAY_ADDRESS": "ray://(hidden)@host:1",
+        "SLURM_JWT": "(hidden)",
         "TF_CONFIG": '{"cluster": {}}',
+        "TF_VAR_pat": "(hidden)",
     }
+
+
+def test_description_that_is_none_is_hidden():
+    """It may hold anything, and is shown nowhere."""
+    assert variables({"TF_CONFIG": "word"}) == {"TF_CONFIG": "(hidden)"}
+    assert variables({"TF_CONFIG": "[1]"}) == {"TF_CONFIG": "{}"}
 
 
 def test_settings_of_terraform_are_no_settings_of_tensorflow():

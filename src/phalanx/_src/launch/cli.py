@@ -14,6 +14,8 @@ from typing import Any, final
 import click
 from typing_extensions import override
 
+from phalanx._src.cluster.connections.hosts import LOOPBACK
+from phalanx._src.cluster.connections.openings import openings
 from phalanx._src.cluster.connections.ports import held_ports
 from phalanx._src.cluster.connections.secret import TOKEN, new_token
 from phalanx._src.cluster.resolvers.base import ClusterResolver
@@ -25,7 +27,7 @@ from phalanx._src.cluster.watch.profiles import PROFILE, Span, clear, merge
 from phalanx._src.launch.evaluator import Patience
 from phalanx._src.launch.misplaced import misplaced, warning_of
 from phalanx._src.launch.nodes import AbstractNodes, ThisNode
-from phalanx._src.launch.plan import ALONE, Machines, Request
+from phalanx._src.launch.plan import ALONE, JOB, Machines, Request, free_ports
 from phalanx._src.launch.ray_nodes import RayNodes
 from phalanx._src.launch.supervise import run_group
 from phalanx._src.launch.tables import print_table
@@ -228,17 +230,23 @@ def cluster() -> None:
 @main.command()
 @click.option("--shared", metavar="DIR", help="A folder that all workers must see, such as the checkpoint folder.")
 @click.option("--timeout-seconds", default=30.0, show_default=True, help="How long to wait for the other processes.")
-def doctor(shared: str | None, timeout_seconds: float) -> None:
+@click.option("--ports", is_flag=True, help="Only show which ports would be opened, where, and who gets in.")
+def doctor(*, shared: str | None, timeout_seconds: float, ports: bool) -> None:
     """Starts the cluster that the environment describes and checks it. Prints PASS, or FAIL and a HINT, per check.
 
     Run it in all processes of the cluster at the same time, for example with srun. Without a cluster description, it tries
     two processes on this machine. It checks names, proxies, the port, the roll call, an all-reduce, addresses, versions,
-    clocks and a shared folder. The exit code is 0 if all checks pass.
+    clocks and a shared folder. The exit code is 0 if all checks pass. With --ports, it starts
+    nothing.
     """
     arguments = ["--timeout-s", str(timeout_seconds), *(["--shared", shared] if shared else [])]
     with _errors_told():
         resolver = resolver_of_environment(os.environ)
-        if resolver is not None and resolver.cluster_spec():
+        spec = resolver.cluster_spec() if resolver else ClusterSpec({})
+        if ports:
+            _show_ports(spec)
+            return
+        if spec:
             code = _child("phalanx._src.tools.doctor", arguments)
         elif lone := lone_task(os.environ):
             raise ClusterSourceError(
@@ -501,6 +509,14 @@ def _child(module: str, arguments: Sequence[str], environment: Mapping[str, str]
     It imports nothing from the current folder, which may be another user's.
     """
     return subprocess.run([sys.executable, "-P", "-m", module, *arguments], check=False, env=environment).returncode
+
+
+def _show_ports(spec: ClusterSpec) -> None:
+    title = "The cluster that the environment describes"
+    if not spec:
+        title = "Nothing here describes a cluster. Under phalanx run --workers 2, for example"
+        spec = ClusterSpec({JOB: [f"{LOOPBACK}:{port}" for port in free_ports(2)]})
+    print_table(("port", "what listens", "where", "who gets in"), openings(spec), title=title, has_box=True)
 
 
 def _show(resolver: ClusterResolver, spec: ClusterSpec) -> None:

@@ -112,7 +112,9 @@ class Request:
         """Returns the command line that runs the script."""
         # A module of Phalanx imports nothing from the current folder, which may be another user's.
         options = [*(["-P"] if self.target.startswith("phalanx.") else []), "-m"] if self.is_module else []
-        return (python, *options, self.target, *self.arguments)
+        # Python would take the name of a script for an option.
+        target = f"./{self.target}" if self.target.startswith("-") and not self.is_module else self.target
+        return (python, *options, target, *self.arguments)
 
     def on(self, machines: Machines) -> Self:
         """Returns the part of the request for one of several machines. The evaluator is on the first.

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file
 from phalanx import feature_column
 from phalanx.errors import CheckpointError, InputError, MissingDependencyError, arguments
 from phalanx.estimator.export import is_text
+from phalanx.estimator.exporting.operations import refused_operation
 from phalanx.estimator.heads.classes import with_classes
 from phalanx.typing import PyTree
 
@@ -48,7 +49,10 @@ class SavedModel:
             self.signature: dict[str, Any] = json.loads((path / SIGNATURE).read_text())
             self._variables = load_file(path / VARIABLES)
             # Compiled at the first prediction: JAX exports a portable program (StableHLO), not machine code.
-            self._call = jax.jit(export.deserialize(bytearray((path / PROGRAM).read_bytes())).call)
+            program = export.deserialize(bytearray((path / PROGRAM).read_bytes()))
+            if operation := refused_operation(program):
+                raise ValueError(f"its program has {operation}, which computes nothing from arrays")
+            self._call = jax.jit(program.call)
             self._columns = [keras.saving.deserialize_keras_object(column) for column in self.signature["columns"]]
         except Exception as e:  # Each of the three formats has errors of its own.
             raise CheckpointError(

@@ -3,6 +3,9 @@
 import shutil
 from pathlib import Path
 
+import jax
+import jax.export
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ import phalanx.estimator as estimator
 from phalanx import feature_column
 from phalanx.errors import CheckpointError, InputError, InvalidArgumentError, MissingDependencyError
 from phalanx.estimator.exporting import saved_model
+from phalanx.estimator.exporting.operations import refused_operation
 
 RECEIVE = estimator.export.build_raw_serving_input_receiver_fn({"x": X["x"]})
 
@@ -44,6 +48,26 @@ def test_any_number_of_rows(folder):
     ):
         with refused(InputError, words):
             loaded.predict(features)
+
+
+def test_program_that_reaches_out_is_refused(folder, tmp_path):
+    """A callback to Python takes an address from the file, so it is refused before anything is compiled."""
+    name = "xla_ffi_python_cpu_callback"
+    call = jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((3,), "float32"))
+    program = jax.jit(lambda v, x: call(x["x"], index=np.uint64(12345)))
+    checks = [jax.export.DisabledSafetyCheck.custom_call(name)]
+    exported = jax.export.export(program, disabled_checks=checks)({}, {"x": X["x"][:3]})
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    (copy / "program.bin").write_bytes(exported.serialize())
+    with refused(CheckpointError, ["a call of 'xla_ffi_python_cpu_callback'", "computes nothing from arrays"]):
+        estimator.load_saved_model(copy)
+
+
+def test_operations_of_linear_algebra_are_allowed():
+    """They are functions outside the program too, which JAX has for them."""
+    program = jax.jit(lambda x: jnp.linalg.qr(x)[0] + jax.random.normal(jax.random.key(0), (3, 3)))
+    exported = jax.export.export(program)(jax.ShapeDtypeStruct((3, 3), "float32"))
+    assert refused_operation(jax.export.deserialize(exported.serialize())) is None
 
 
 @pytest.mark.parametrize("content", [None, b"", b"{}", b"abc"])
