@@ -11,6 +11,7 @@ import venv
 from pathlib import Path
 
 import pytest
+import yaml
 from tests.docs.test_pages import blocks, program_of
 
 ROOT = Path(__file__).parents[2]
@@ -27,6 +28,16 @@ reveal_type(phalanx.get_strategy())
 dataset = strategy.experimental_distribute_dataset(np.zeros((4, 2)), batch_size=2)
 reveal_type(iter(dataset))
 """
+
+
+def test_release_runs_nothing_with_the_right_to_publish():
+    """The job that may publish takes what another one has built. Nobody can replace the actions: each is named by its commit."""
+    workflows = {path.name: yaml.safe_load(path.read_text()) for path in (ROOT / ".github" / "workflows").glob("*.yml")}
+    jobs = [job for workflow in workflows.values() for job in workflow["jobs"].values()]
+    used = [step["uses"] for job in jobs for step in job["steps"] if "uses" in step]
+    assert [name for name in used if not re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40}", name)] == []
+    (publishing,) = [job for job in jobs if "id-token" in job.get("permissions", {})]
+    assert not any("run" in step for step in publishing["steps"])
 
 
 @pytest.fixture(scope="module")

@@ -182,6 +182,18 @@ def test_two_programs_cannot_save_into_a_folder(tmp_path, checkpoint, run_python
     assert names(tmp_path) == ["ckpt-7.safetensors", "ckpt-8.safetensors"]
 
 
+def test_lock_that_is_a_link(tmp_path, checkpoint):
+    """Another user of the folder cannot choose what is written to."""
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    (folder / ".phalanx-checkpoints.lock").symlink_to(victim)
+    with pytest.raises(CheckpointError, match=r"the folder cannot be written to: .*\nHINT: use a folder"):
+        CheckpointManager(checkpoint, folder, 1).save()
+    assert victim.read_text() == "mine"
+
+
 def test_what_a_killed_program_left_is_removed(tmp_path, checkpoint):
     """Only once it can write no more."""
     (tmp_path / ".ckpt-3.safetensors.123.part").write_bytes(b"half")

@@ -140,6 +140,36 @@ def test_files_of_other_programs_are_named(tmp_path, name, file, message):
         Checkpoint().restore(tmp_path / name)
 
 
+def test_file_of_holes_is_refused(tmp_path):
+    """It would fill the memory with zeros, and takes no place on the disk."""
+    size = 10**12
+    header = {"a": {"dtype": "U8", "shape": [size], "data_offsets": [0, size]}, "__metadata__": notes_of()}
+    text = json.dumps(header).encode()
+    file = store.file_of(tmp_path / "c")
+    file.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(file, 8 + len(text) + size)
+    with pytest.raises(CheckpointError, match=r"only \d+ were ever written.*\nHINT: .*cp --sparse=never"):
+        store.CheckpointFile(file)
+
+
+def test_deep_notes_are_refused(tmp_path):
+    """Deeper than Python can read."""
+    deep = {"format": store.OLD_FORMAT, "notes": '{"values": {"v": ' + "[" * 20_000 + "]" * 20_000 + "}}"}
+    safetensors.numpy.save_file({"a": np.zeros(2)}, store.file_of(tmp_path / "c"), deep)
+    with pytest.raises(CheckpointError, match="its notes cannot be read .RecursionError"):
+        store.CheckpointFile(tmp_path / "c")
+
+
+def test_links_of_others_are_not_written_to(tmp_path):
+    """The file that becomes the checkpoint has a name that nobody knows before."""
+    victim, file = tmp_path / "victim", store.file_of(tmp_path / "c")
+    victim.write_text("mine")
+    (tmp_path / f".{file.name}.{os.getpid()}.part").symlink_to(victim)
+    store.write(file, {"a": np.ones(2)}, NOTES)
+    assert victim.read_text() == "mine"
+    assert not file.is_symlink()
+
+
 def test_existing_file_is_not_replaced(tmp_path):
     """The older checkpoint stays."""
     store.write(tmp_path / "c.safetensors", {"a": np.ones(1)}, NOTES)

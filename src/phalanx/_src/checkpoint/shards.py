@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-_PIECE = re.compile(r"\d{5}\.safetensors|\.\d{5}\.safetensors\.\d+\.part")
+_PIECE = re.compile(r"\d{5}\.safetensors|\.\d{5}\.safetensors\.\w+\.part")
 
 Box = tuple[tuple[int, int], ...]
 """Where a piece begins and ends in each dim of its array."""
