@@ -240,7 +240,7 @@ class CheckpointFile:
         try:
             self._open = _opened(self.file)
             metadata = self._open.metadata() or {}
-        except (OSError, SafetensorError) as e:
+        except (MemoryError, OSError, SafetensorError) as e:
             raise CheckpointError(
                 f"the checkpoint {_short(self.file)}",
                 f"the file cannot be read: it is incomplete, or not a checkpoint ({e}).",

@@ -12,13 +12,14 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self, final
 
 from phalanx._src.cluster.connections.hosts import LOOPBACK, joined
 from phalanx._src.cluster.connections.ports import Socket, listen_at
 from phalanx._src.cluster.connections.secret import TOKEN, Secret
+from phalanx._src.cluster.connections.strangers import Strangers
 from phalanx._src.cluster.spec import host_and_port
 from phalanx.errors import StartupError
 
@@ -110,6 +111,7 @@ class Listener:
       address: `host:port` to listen at.
       secret: the secret of the cluster.
       size: number of clients that may connect at the same time.
+      tell: writes a line for the user, about strangers. None means the standard error.
 
     Attributes:
       refused: number of connections whose proof was wrong.
@@ -118,11 +120,11 @@ class Listener:
       OSError: this process cannot listen there.
     """
 
-    def __init__(self, address: str, secret: Secret, size: int) -> None:
+    def __init__(self, address: str, secret: Secret, size: int, tell: Callable[[str], None] | None = None) -> None:
         # If the backlog is full, the kernel drops connections, and the other processes repeat them only after 1 s or more.
         self._server = listen(address, max(_MIN_BACKLOG, size))
         self._server.setblocking(False)
-        self._address = address
+        self._address, self._strangers = address, Strangers(f"the port of {address}", tell)
         self._secret, self.refused = secret, 0
         self._most = max(_MOST_PENDING, 2 * size)
         self._pending: dict[int, _PendingConnection] = {}
@@ -153,7 +155,7 @@ class Listener:
         """Returns the connections that have been authenticated. Waits up to `timeout_s` seconds for the next event."""
         now_s = time.monotonic()
         while (oldest := self._oldest()) and oldest.until_s <= now_s:
-            self._drop(oldest)
+            self._turn_away(oldest)
         if oldest:
             timeout_s = min(timeout_s, oldest.until_s - now_s)
         ready = [key.data for key, _ in self._selector.select(max(0.0, timeout_s))]
@@ -204,18 +206,25 @@ class Listener:
         message = parsed(pending.text)
         client_nonce, text = message.get("nonce"), message.get("hello")
         if not isinstance(client_nonce, str) or not isinstance(text, str):
-            self._drop(pending)
+            # Whoever only asks whether somebody is here, as another listener of this user does, has said nothing.
+            self._turn_away(pending) if pending.text else self._drop(pending)
             return []
         nonces = pending.nonce, client_nonce
         if not self._secret.proves(message.get("proof"), "client", *nonces, text):
             self.refused += 1
             send(pending.connection, {"refused": True})
-            self._drop(pending)
+            self._turn_away(pending)
             return []
         self._forget(pending)
         pending.connection.setblocking(True)
         send(pending.connection, {"proof": self._secret.proof("server", *nonces)})
         return [Connection(pending.connection, parsed(text.encode()))]
+
+    def _turn_away(self, pending: _PendingConnection) -> None:
+        """Drops a connection that has proved nothing, and tells the user where it came from."""
+        with contextlib.suppress(OSError):  # It has gone already.
+            self._strangers.note([pending.connection.getpeername()[:2]])
+        self._drop(pending)
 
     def _drop(self, pending: _PendingConnection) -> None:
         self._forget(pending)

@@ -10,17 +10,12 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any, final
 
 from phalanx._src.cluster.connections.ports import cut, sockets_of_process
-from phalanx.errors import listed
+from phalanx._src.cluster.connections.strangers import End, Strangers
 
 _MOST_AT_ONCE = 500
-_SILENT_S = 60.0
-
-End = tuple[str, int]
-"""The host and the port at which a connection ends."""
 
 
 @final
@@ -31,7 +26,7 @@ class Pairs:
       rank: rank of this process.
       others: ranks of the other processes.
       say: sends a message to a rank; without one, to all that this process is connected with. Only rank 0 is with more than one.
-      tell: writes a line for the user.
+      tell: writes a line for the user. None means the standard error.
       clock: returns the time in seconds.
 
     """
@@ -41,10 +36,10 @@ class Pairs:
         rank: int,
         others: Iterable[int],
         say: Callable[[Mapping[str, Any], int | None], None],
-        tell: Callable[[str], None],
+        tell: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._rank, self._others, self._say, self._tell, self._clock = rank, set(others), say, tell, clock
+        self._rank, self._others, self._say, self._clock = rank, set(others), say, clock
         self._places: set[End] = set()
         self._changed = threading.Condition()
         self._known: set[End] = set()
@@ -54,14 +49,13 @@ class Pairs:
         self._claimed: set[End] = set()
         self._reached = 0
         self._answered: set[int] = set()
-        self._strangers: set[str] = set()
-        self._told_s: dict[str, float] = {}
+        self._strangers = Strangers(f"the port of rank {rank} for arrays", tell, clock)
 
     @property
     def strangers(self) -> list[str]:
         """Where the connections came from that this process has ended."""
         with self._changed:
-            return sorted(self._strangers)
+            return sorted(self._strangers.places)
 
     def open(self, host: str, ports: Iterable[int]) -> None:
         """Looks at the connections at these ports of this machine from now on."""
@@ -146,20 +140,8 @@ class Pairs:
         if strange and self._reached <= len(self._known):
             _end_those_from(strange, {port for _, port in self._places})
             self._ended |= strange
-            self._name(strange)
+            self._strangers.note(strange)
         self._changed.notify_all()
-
-    def _name(self, ends: set[End]) -> None:
-        places = {f"{host}{_user_at((host, port))}" for host, port in ends}
-        self._strangers |= places
-        now_s = self._clock()
-        hosts = {host for host, _ in ends}
-        if any(now_s >= self._told_s.get(host, 0.0) for host in hosts):
-            self._told_s |= dict.fromkeys(hosts, now_s + _SILENT_S)
-            self._tell(
-                f"Strangers have connected to the port of rank {self._rank} for arrays, from {listed(sorted(places))}. "
-                f"Their connections were ended, {len(ends)} at this moment."
-            )
 
 
 def _ends() -> list[tuple[End, End]]:
@@ -185,15 +167,3 @@ def _plain(name: Sequence[Any]) -> End:
 
 def _as_ends(pairs: Iterable[Sequence[Any]]) -> set[End]:
     return {_plain(pair) for pair in pairs}
-
-
-def _user_at(end: End) -> str:
-    """Returns which user of this machine has a connection, if one has."""
-    host, port = end
-    with suppress(OSError, ValueError):
-        own = "".join(f"{int(part):02X}" for part in reversed(host.split("."))) + f":{port:04X}"
-        for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-            _, local, _, _, _, _, _, user, *_ = line.split()
-            if local == own:
-                return f" (user {user} of this machine)"
-    return ""

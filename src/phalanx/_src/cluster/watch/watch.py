@@ -26,6 +26,7 @@ from typing_extensions import override
 from phalanx._src.cluster.connections.hosts import PRIVATE, is_private
 from phalanx._src.cluster.connections.listener import MessageStream, encoded
 from phalanx._src.cluster.connections.ports import Socket, descriptors_at
+from phalanx._src.cluster.connections.strangers import write_line
 from phalanx._src.cluster.spec import host_and_port
 from phalanx._src.cluster.watch.agreement import READ, Difference, Signature, compare, shortened
 from phalanx._src.cluster.watch.pace import REPORT, Paces, StepTimes, Stopwatch, table_of
@@ -33,7 +34,6 @@ from phalanx._src.cluster.watch.pairs import Pairs
 from phalanx._src.cluster.watch.pulse import Pulse
 from phalanx._src.cluster.watch.sync_point import SyncPoint
 from phalanx._src.cluster.watch.verdict import Member, Verdict, judge_failure, judge_presence, judge_progress, silence_s
-from phalanx.errors.printable import printable
 
 STALL_TIMEOUT_S = 600.0
 """Default time without progress in any process, in seconds, after which a waiting cluster counts as stalled.
@@ -110,7 +110,7 @@ class Watch(threading.Thread):
         # At the first point all processes save, at the second they form another group, and at the third they agree whether a
         # loop over batches stops.
         self.sync_point, self.change_point, self.stop_point = self._points.values()
-        self.pairs = Pairs(rank, lines, self._say_to, self._write)
+        self.pairs = Pairs(rank, lines, self._say_to)
         self._tick_s = min(_TICK_S, stall_s / 4)
         self._turn = self._step = self._depth = 0
         self._stopwatch, self._paces = Stopwatch(), Paces(len(addresses)) if rank == 0 else None
@@ -382,10 +382,6 @@ class Watch(threading.Thread):
         for line in self._lines.values() if rank is None else [self._lines[rank]]:
             line.send(data)
 
-    def _write(self, text: str) -> None:
-        with suppress(OSError):
-            os.write(2, f"\nPhalanx: {printable(text)}\n".encode())
-
     def _say(self, message: Mapping[str, Any]) -> None:
         self._say_to(message, None)
 
@@ -433,14 +429,14 @@ class Watch(threading.Thread):
             verdict = Verdict("its last error stands above, and it has not ended by itself since", is_loss=True)
         elif verdict.is_loss:
             # Write at once: if rank 0 dies, JAX aborts the others within a tenth of a second.
-            self._write(f"{verdict}")
+            write_line(f"{verdict}")
         self._is_told.set()
         started_s = self._clock()
         while verdict.is_loss and not survives and self._clock() - started_s < self._grace_s:
             self._sleep(self._tick_s)
         with suppress(OSError, ValueError):
             sys.stdout.flush()
-        self._write(f"{verdict}\nThe cluster cannot go on, and rank {self._rank} ends here.\n{_stacks()}".rstrip("\n"))
+        write_line(f"{verdict}\nThe cluster cannot go on, and rank {self._rank} ends here.\n{_stacks()}".rstrip("\n"))
         if verdict.is_loss:
             self._hold_service()
         os._exit(_NO_PROGRESS)
@@ -454,7 +450,7 @@ class Watch(threading.Thread):
         lost = self._verdict = replace(verdict, is_loss=True)
         if self._rank == 0:
             self._say({"verdict": lost.text, "is_loss": True, "hint": lost.hint})
-        self._write(f"{lost.text}.")
+        write_line(f"{lost.text}.")
         self._is_told.set()
         self._outlive([rank for rank, m in self._members.items() if m.name in verdict.still], verdict.text)
         inside_s = self._clock()

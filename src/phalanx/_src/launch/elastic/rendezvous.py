@@ -119,7 +119,7 @@ class Rendezvous(threading.Thread):
         self.address = machines.address or f"{LOOPBACK}:0"
         secret = secret_of([self.address], environment)
         try:
-            self._listener = Listener(self.address, secret, _MOST)
+            self._listener = Listener(self.address, secret, _MOST, say)
         except OSError as e:
             raise StartupError(
                 f"the rendezvous at {self.address}",
