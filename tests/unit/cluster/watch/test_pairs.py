@@ -37,7 +37,7 @@ class Group:
         self.ends = [["127.0.0.1", int(word)] for word in self.process.stdout.readline().split()]
         self.accepted = [stack.enter_context(self.server.accept()[0]) for _ in range(connections)]
         say = lambda message, rank: self.said.append((message["pairs"], rank))  # noqa: E731
-        self.pairs = Pairs(0, [1, 2], say, self.told.append, lambda: self.now_s)
+        self.pairs = Pairs(0, 3, say, self.told.append, lambda: self.now_s)
         self.pairs.open("127.0.0.1", [self.port])
 
     def answer(self, rank, ends, reaches):
@@ -113,8 +113,24 @@ def test_questions_go_through_rank_0(group):
     assert found.said[-1] == (answer, 1)
 
 
+def test_each_of_three_is_asked(group):
+    """Rank 1 has a connection with rank 0 only, which asks rank 2 for it: without its answer nothing ends."""
+    found = group(1)
+    said, told = [], []
+    pairs = Pairs(1, 3, lambda *words: said.append(words), told.append)
+    pairs.open("127.0.0.1", [found.port])
+    pairs.look()
+    pairs.look()
+    assert said[0][0]["pairs"]["rank"] == 1
+    pairs.hear(0, {"mine": [], "reaches": 0, "rank": 0, "to": 1})
+    assert not told
+    pairs.hear(0, {"mine": found.ends, "reaches": 1, "rank": 2, "to": 1})
+    assert not told
+    assert pairs.strangers == []
+
+
 def test_confirmed_where_nothing_has_arrived():
     """A process without such a port asks nobody."""
-    pairs = Pairs(1, [0], None, None)
+    pairs = Pairs(1, 2, None, None)
     pairs.confirm(60.0)
     assert pairs.strangers == []

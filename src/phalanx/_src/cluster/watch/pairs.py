@@ -24,7 +24,7 @@ class Pairs:
 
     Args:
       rank: rank of this process.
-      others: ranks of the other processes.
+      size: number of processes.
       say: sends a message to a rank; without one, to all that this process is connected with. Only rank 0 is with more than one.
       tell: writes a line for the user. None means the standard error.
       clock: returns the time in seconds.
@@ -34,12 +34,13 @@ class Pairs:
     def __init__(
         self,
         rank: int,
-        others: Iterable[int],
+        size: int,
         say: Callable[[Mapping[str, Any], int | None], None],
         tell: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._rank, self._others, self._say, self._clock = rank, set(others), say, clock
+        # Rank 0 knows of the end of each. The others are connected with rank 0 only, and leave the connections alone after another one has ended.
+        self._rank, self._others, self._say, self._clock = rank, {*range(size)} - {rank}, say, clock
         self._places: set[End] = set()
         self._changed = threading.Condition()
         self._known: set[End] = set()

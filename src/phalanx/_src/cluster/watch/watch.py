@@ -110,7 +110,7 @@ class Watch(threading.Thread):
         # At the first point all processes save, at the second they form another group, and at the third they agree whether a
         # loop over batches stops.
         self.sync_point, self.change_point, self.stop_point = self._points.values()
-        self.pairs = Pairs(rank, lines, self._say_to)
+        self.pairs = Pairs(rank, len(addresses), self._say_to)
         self._tick_s = min(_TICK_S, stall_s / 4)
         self._turn = self._step = self._depth = 0
         self._stopwatch, self._paces = Stopwatch(), Paces(len(addresses)) if rank == 0 else None
