@@ -2,8 +2,8 @@
 """Which operations an exported program may have: those that compute from arrays, and reach neither Python nor the machine."""
 
 import re
-from typing import Any
 
+from jax.export import Exported
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
@@ -17,7 +17,7 @@ _CALLS = re.compile(
 """The functions outside the program that JAX's own operations call. Others, such as callbacks to Python, take their arguments as addresses."""
 
 
-def refused_operation(program: Any) -> str | None:
+def refused_operation(program: Exported) -> str | None:
     """Returns the first operation of an exported program that it may not have, or None.
 
     Args:
@@ -25,18 +25,19 @@ def refused_operation(program: Any) -> str | None:
     """
     refused: list[str] = []
 
-    def see(operation: Any) -> Any:
+    def see(operation: ir.Operation) -> ir.WalkResult:
         if (name := _refused(operation.name, operation.attributes)) is not None:
             refused.append(name)
             return ir.WalkResult.INTERRUPT
         return ir.WalkResult.ADVANCE
 
+    # Parsing knows the dialects of JAX only, and runs nothing.
     with mlir.make_ir_context():
         ir.Module.parse(program.mlir_module()).operation.walk(see)
     return refused[0] if refused else None
 
 
-def _refused(name: str, attributes: Any) -> str | None:
+def _refused(name: str, attributes: ir.OpAttributeMap) -> str | None:
     if name.partition(".")[0] not in _DIALECTS or name in _REACHING_OUT:
         return name
     if name != "stablehlo.custom_call":

@@ -8,14 +8,14 @@ end tells it that the chief has ended. Uses the standard library only.
 import selectors
 import threading
 import time
-from collections.abc import Mapping
-from typing import Any, Self, final
+from typing import Self, final
 
 from phalanx._src.cluster.connections.hosts import is_loopback
 from phalanx._src.cluster.connections.listener import (
     RETRY_S,
     Connection,
     Listener,
+    Message,
     expect_answers,
     handshake,
     parsed,
@@ -48,7 +48,7 @@ class Door:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener.fileno, selectors.EVENT_READ, None)
         self._here: list[Connection] = []
-        self._message: Mapping[str, Any] | None = None
+        self._message: Message | None = None
         self._lock = threading.Lock()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="phalanx-door", daemon=True)
@@ -66,7 +66,7 @@ class Door:
         with self._lock:
             return is_loopback(self._address) or hosts_of([member.connection for member in self._here])[1]
 
-    def tell(self, message: Mapping[str, Any]) -> None:
+    def tell(self, message: Message) -> None:
         """Sends a message to all members, also to those that will come."""
         with self._lock:
             self._message = message
@@ -76,10 +76,12 @@ class Door:
     def close(self) -> None:
         """Ends all connections, so that the members learn that the chief has ended."""
         self._is_closed = True
+        # Members learn of the end by their connections, which the thread closes.
         self._thread.join()
 
     def _run(self) -> None:
         with self._listener, self._selector:
+            # In turns, because a member may come while nothing else happens.
             while not self._is_closed:
                 ready = self._selector.select(_TURN_S)
                 for peer in self._listener.accepted(0):
@@ -90,6 +92,7 @@ class Door:
                 member.connection.close()
 
     def _admit(self, member: Connection) -> None:
+        # A machine that disappears closes nothing, and its task may come again.
         expect_answers(member.connection)
         self._selector.register(member.connection, selectors.EVENT_READ, member)
         with self._lock:
@@ -151,6 +154,7 @@ class Entrance:
     def is_open(self, wait_s: float) -> bool:
         """Whether the chief is there. Waits up to `wait_s` seconds for its end."""
         self._connection.settimeout(wait_s)
+        # The chief sends nothing after its message, so a byte or an end is news.
         try:
             return bool(self._connection.recv(1))
         except TimeoutError:
@@ -178,6 +182,7 @@ class Entrance:
                 raise
             if said is None:
                 return connection
+            # It may be a program that has the port for a moment, or a door that is full.
             cut(connection)
             connection.close()
             what = f"another program answers there: {said[:40]!r}" if said else "it closes the connection, or is silent"

@@ -23,6 +23,9 @@ from phalanx._src.cluster.connections.strangers import Strangers
 from phalanx._src.cluster.spec import host_and_port
 from phalanx.errors import StartupError
 
+Message = Mapping[str, Any]
+"""A message, as JSON has it."""
+
 _HELLO_S = 5.0
 _MIN_BACKLOG = 128
 _MOST_PENDING = 256

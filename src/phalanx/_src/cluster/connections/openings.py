@@ -44,6 +44,7 @@ def openings(spec: ClusterSpec, *, is_elastic: bool = False) -> list[Opening]:
         addresses = [spec.task_address(job, i) for job in ("chief", "worker", "ps") for i in spec.task_indices(job)]
         return _of_servers(spec.task_address("chief", 0), addresses)
     addresses = addresses_of_workers(spec)
+    # A process alone exchanges nothing.
     if len(addresses) == 1:
         return []
     return _of_workers(addresses, is_elastic=is_elastic)
@@ -52,19 +53,20 @@ def openings(spec: ClusterSpec, *, is_elastic: bool = False) -> list[Opening]:
 def _of_workers(addresses: Sequence[str], *, is_elastic: bool) -> list[Opening]:
     first, is_here = addresses[0], all(map(is_loopback, addresses))
     port = f"{host_and_port(first)[1]} of worker 0"
-    found = [Opening(f"{port}, until all workers have come", "the roll call", _at(first), _PROOF)]
+    result = [Opening(f"{port}, until all workers have come", "the roll call", _at(first), _PROOF)]
     if is_elastic:
-        found.append(Opening("a free port", "the rendezvous of phalanx run", _at(first), _PROOF))
+        result.append(Opening("a free port", "the rendezvous of phalanx run", _at(first), _PROOF))
+    # What the connections of the roll call tell is unknown here: only addresses count.
     if is_here:
         private = "a socket in a folder that only this user enters"
-        found.append(Opening("none", "JAX's coordination service", private, "processes of this user"))
+        result.append(Opening("none", "JAX's coordination service", private, "processes of this user"))
     else:
         anyone = "everyone who reaches it, unless JAX has certificates"
         where = f"{_at(first)}; none, as below 127.0.0.1, if all turn out to be on one machine"
-        found.append(Opening(port, "JAX's coordination service", where, anyone))
+        result.append(Opening(port, "JAX's coordination service", where, anyone))
     place = "127.0.0.1" if is_here else "the address of the worker that the others reach"
-    found.append(Opening("a free port of each worker", "gloo, for arrays on CPUs", place, _CLAIMED))
-    return found
+    result.append(Opening("a free port of each worker", "gloo, for arrays on CPUs", place, _CLAIMED))
+    return result
 
 
 def _of_servers(chief: str, addresses: Sequence[str]) -> list[Opening]:

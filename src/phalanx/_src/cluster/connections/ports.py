@@ -99,6 +99,7 @@ def _answers(bound: Socket) -> bool:
     host, port = bound.getsockname()[:2]
     with socket.socket(bound.family, socket.SOCK_STREAM) as client:
         client.settimeout(1.0)
+        # Nobody else can be bound to the port, so an answer comes from another process of this user.
         return client.connect_ex((host, port)) == 0
 
 
@@ -119,6 +120,7 @@ def sockets_of_process() -> Iterator[Socket]:
 def listening_ports() -> set[int]:
     """Returns the ports at which this process listens."""
     ports = set()
+    # The kernel tells by the socket, also for those that a library has opened.
     for each in sockets_of_process():
         with each, suppress(OSError):
             if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):

@@ -157,17 +157,19 @@ class _Chief:
     def _roll(self) -> Roll:
         """Returns the processes, which need no address that others reach if all are on this machine."""
         lines = {rank: peer.connection for rank, peer in self._present.items()}
-        addresses, (own, port) = self._call.addresses, split(self._call.addresses[0])
+        addresses, (name, port) = self._call.addresses, split(self._call.addresses[0])
         hosts, are_here = hosts_of([*lines.values()])
+        # Containers may share the network of a machine, and not its files.
         if are_here and all(peer.hello.get("files") == shares_files() for peer in self._present.values()):
             private = PrivateAddress()
             self._held.append(private)
             return Roll(addresses, lines, LOOPBACK, private.address, private.address, self._held)
+        # All others have come by one address, so none needs another.
         if len(hosts) == 1:
             (host,) = hosts
             return Roll(addresses, lines, host, joined(host, port), joined(host, port), self._held)
         host = host_for_others(lines.values(), addresses)
-        return Roll(addresses, lines, host, joined(own, port), joined("::", port), self._held)
+        return Roll(addresses, lines, host, joined(name, port), joined("::", port), self._held)
 
     @property
     def _is_complete(self) -> bool:
@@ -272,9 +274,9 @@ class _Other:
 
     def _roll(self, connection: Socket) -> Roll:
         host, port = connection.getpeername()[:2]
-        own = LOOPBACK if self._private else host_for_others([connection], self._call.addresses)
+        reached = LOOPBACK if self._private else host_for_others([connection], self._call.addresses)
         service = self._private or joined(host, port)
-        return Roll(self._call.addresses, {0: connection}, own, service, service)
+        return Roll(self._call.addresses, {0: connection}, reached, service, service)
 
     def _ask(self, connection: Socket) -> bytes | None:
         """Returns None if all ranks have connected, and otherwise what rank 0 sent instead of a message."""

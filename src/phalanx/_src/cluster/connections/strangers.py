@@ -63,9 +63,10 @@ def write_line(text: str) -> None:
 def _user_at(host: str, port: int) -> str:
     """Returns which user of this machine has a connection, if one has."""
     with suppress(OSError, ValueError):
-        own = "".join(f"{int(part):02X}" for part in reversed(host.split("."))) + f":{port:04X}"
+        # The kernel writes the bytes of an address backwards.
+        place = "".join(f"{int(part):02X}" for part in reversed(host.split("."))) + f":{port:04X}"
         for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
             _, local, _, _, _, _, _, user, *_ = line.split()
-            if local == own:
+            if local == place:
                 return f" (user {user} of this machine)"
     return ""

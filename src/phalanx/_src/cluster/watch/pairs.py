@@ -8,10 +8,11 @@ Uses the standard library only.
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from typing import Any, final
+from typing import final
 
+from phalanx._src.cluster.connections.listener import Message
 from phalanx._src.cluster.connections.ports import cut, sockets_of_process
 from phalanx._src.cluster.connections.strangers import End, Strangers
 
@@ -35,7 +36,7 @@ class Pairs:
         self,
         rank: int,
         size: int,
-        say: Callable[[Mapping[str, Any], int | None], None],
+        say: Callable[[Message, int | None], None],
         tell: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -78,25 +79,28 @@ class Pairs:
         """Asks whose the connections are that were here at the last look already. Call it once in a while."""
         with self._changed:
             arrived = self._arrived()
+            # A port may be used again, by another process, once its connection has ended.
             self._known &= arrived
             self._ended &= arrived
             unknown = arrived - self._known - self._ended
+            # What is here for less than a turn may be on its way out, or not be accepted yet.
             lasting, self._doubted = unknown & self._doubted, unknown
             if lasting and not self._asked:
                 self._ask(lasting)
 
-    def hear(self, rank: int, message: Mapping[str, Any]) -> None:
+    def hear(self, rank: int, message: Message) -> None:
         """Handles a message of another process. Questions and answers go through rank 0."""
         if "whose" in message:
             asker = int(message["rank"])
+            # Only rank 0 is connected with all.
             if self._rank == 0:
                 self._say({"pairs": dict(message)}, None)
             if asker != self._rank:
                 ends, places = _as_ends(message["whose"]), _as_ends(message["at"])
                 all_ends = _ends()
-                mine = {own for own, _ in all_ends} & ends
+                claimed = {here for here, _ in all_ends} & ends
                 reaches = sum(other in places for _, other in all_ends)
-                self._pass({"mine": sorted(mine), "reaches": reaches, "rank": self._rank, "to": asker})
+                self._pass({"mine": sorted(claimed), "reaches": reaches, "rank": self._rank, "to": asker})
         else:
             self._pass(message)
 
@@ -118,9 +122,10 @@ class Pairs:
         self._reached = sum(other in self._places for _, other in all_ends)
         question = {"whose": sorted(self._asked), "at": sorted(self._places), "rank": self._rank}
         self._say({"pairs": question}, None)
+        # In a group whose others have all ended, nobody answers.
         self._settle()
 
-    def _pass(self, answer: Mapping[str, Any]) -> None:
+    def _pass(self, answer: Message) -> None:
         """Takes an answer, or sends it on."""
         if answer["to"] != self._rank:
             self._say({"pairs": dict(answer)}, int(answer["to"]) if self._rank == 0 else 0)
@@ -139,6 +144,7 @@ class Pairs:
         strange, self._asked = self._asked - self._claimed, set()
         # If more have connected than have arrived as themselves, they may be on the way, or a router changes their addresses.
         if strange and self._reached <= len(self._known):
+            # Their ends stay among the sockets of this process until gloo closes them.
             _end_those_from(strange, {port for _, port in self._places})
             self._ended |= strange
             self._strangers.note(strange)
@@ -150,8 +156,7 @@ def _ends() -> list[tuple[End, End]]:
     ends = []
     for connection in sockets_of_process():
         with connection, suppress(OSError):  # A socket that listens has one end.
-            own, other = connection.getsockname(), connection.getpeername()
-            ends.append((_plain(own), _plain(other)))
+            ends.append((_plain(connection.getsockname()), _plain(connection.getpeername())))
     return ends
 
 
@@ -162,9 +167,9 @@ def _end_those_from(ends: set[End], ports: set[int]) -> None:
                 cut(connection)
 
 
-def _plain(name: Sequence[Any]) -> End:
+def _plain(name: Sequence[str | int]) -> End:
     return str(name[0]).removeprefix("::ffff:"), int(name[1])
 
 
-def _as_ends(pairs: Iterable[Sequence[Any]]) -> set[End]:
+def _as_ends(pairs: Iterable[Sequence[str | int]]) -> set[End]:
     return {_plain(pair) for pair in pairs}

@@ -24,7 +24,7 @@ from typing import Any, final
 from typing_extensions import override
 
 from phalanx._src.cluster.connections.hosts import PRIVATE, is_private
-from phalanx._src.cluster.connections.listener import MessageStream, encoded
+from phalanx._src.cluster.connections.listener import Message, MessageStream, encoded
 from phalanx._src.cluster.connections.ports import Socket, descriptors_at
 from phalanx._src.cluster.connections.strangers import write_line
 from phalanx._src.cluster.spec import host_and_port
@@ -377,12 +377,12 @@ class Watch(threading.Thread):
         with self._reporting:
             self._say(self._progress() | more)
 
-    def _say_to(self, message: Mapping[str, Any], rank: int | None) -> None:
+    def _say_to(self, message: Message, rank: int | None) -> None:
         data = encoded(message)
         for line in self._lines.values() if rank is None else [self._lines[rank]]:
             line.send(data)
 
-    def _say(self, message: Mapping[str, Any]) -> None:
+    def _say(self, message: Message) -> None:
         self._say_to(message, None)
 
     def _listen(self, rank: int, now_s: float) -> tuple[bool, bool]:

@@ -42,6 +42,12 @@ class ActorClass(Protocol):
         """Returns the class with resources and other options."""
 
 
+class RuntimeContext(Protocol):
+    """Facts about the running Ray."""
+
+    gcs_address: str
+
+
 class Ray(Protocol):
     """The module `ray`. References to results are opaque objects."""
 
@@ -55,7 +61,7 @@ class Ray(Protocol):
     def is_initialized(self) -> bool:
         """Whether this process uses a running Ray."""
 
-    def get_runtime_context(self) -> Any:
+    def get_runtime_context(self) -> RuntimeContext:
         """Returns facts about the running Ray, such as its address."""
 
     def shutdown(self) -> None:

@@ -237,6 +237,7 @@ class RayCluster:
         try:
             door = self._door
             self._await(tasks, lambda: Counter(door.names), timeout_s)
+            # Each start has another token, of which the tasks learn the salt only.
             if not self._ray.is_initialized():
                 salt = secrets.token_hex(16)
                 host = LOOPBACK if self._door.is_local else numeric(split(chief)[0])
@@ -373,10 +374,11 @@ class Server:
     def _start(self, chief: Entrance, token: str, processes: MarkedProcesses) -> subprocess.Popen[str]:
         ray = str(chief.message["ray"])
         host, _ = split(self._spec.task_address(self._task.type, self._task.index))
-        own = dict(os.environ)
+        variables = dict(os.environ)
+        # A Ray that the user has started on the chief has the token of the user.
         if token:
-            own.pop("RAY_AUTH_TOKEN", None)
-            own |= token_variables(processes.folder, token)
+            variables.pop("RAY_AUTH_TOKEN", None)
+            variables |= token_variables(processes.folder, token)
         return subprocess.Popen(
             [
                 *RAY_START,
@@ -388,7 +390,7 @@ class Server:
                 "--disable-usage-stats",
             ],
             # The chief accepts connections already, so a failure that lasts this long is permanent.
-            env={**own, **processes.variables, "RAY_gcs_server_port_wait_time_s": "20"},
+            env={**variables, **processes.variables, "RAY_gcs_server_port_wait_time_s": "20"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,

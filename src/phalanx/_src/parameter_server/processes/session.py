@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import FrameType
-from typing import Any, ClassVar, NoReturn, final
+from typing import ClassVar, NoReturn, final
 
 from typing_extensions import override
 
@@ -250,13 +250,13 @@ def _loopback_kept() -> Iterator[None]:
 
     The function whose place this takes is not public. `_RAY` does the same in the command line.
     """
-    services: Any = importlib.import_module("ray._private.services")
+    services = importlib.import_module("ray._private.services")
     resolve = services.resolve_ip_for_localhost
-    services.resolve_ip_for_localhost = lambda host: host
+    vars(services)["resolve_ip_for_localhost"] = lambda host: host
     try:
         yield
     finally:
-        services.resolve_ip_for_localhost = resolve
+        vars(services)["resolve_ip_for_localhost"] = resolve
 
 
 def _set_sigterm(handler: Callable[[int, FrameType | None], object] | int) -> None:
