@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which operations an exported program may have: those that compute from arrays, and reach neither Python nor the machine."""
+"""The operations that an exported program may have: those that compute from arrays, and reach neither Python nor the machine."""
 
 import re
 

@@ -32,7 +32,7 @@ _TURN_S = 0.2
 
 @final
 class Door:
-    """Lets in the members of a cluster that know its secret, until it is closed.
+    """Admits the members of a cluster that know its secret, until it is closed.
 
     Args:
       address: `host:port` to listen at.

@@ -127,7 +127,8 @@ class Listener:
         # If the backlog is full, the kernel drops connections, and the other processes repeat them only after 1 s or more.
         self._server = listen(address, max(_MIN_BACKLOG, size))
         self._server.setblocking(False)
-        self._address, self._strangers = address, Strangers(f"the port of {address}", tell)
+        self._address = address
+        self._strangers = Strangers(f"the port {self.address}", tell)
         self._secret, self.refused = secret, 0
         self._most = max(_MOST_PENDING, 2 * size)
         self._pending: dict[int, _PendingConnection] = {}
@@ -209,7 +210,7 @@ class Listener:
         message = parsed(pending.text)
         client_nonce, text = message.get("nonce"), message.get("hello")
         if not isinstance(client_nonce, str) or not isinstance(text, str):
-            # Whoever only asks whether somebody is here, as another listener of this user does, has said nothing.
+            # A process that only looks whether this one is here, as another listener of this user does, has said nothing.
             self._turn_away(pending) if pending.text else self._drop(pending)
             return []
         nonces = pending.nonce, client_nonce

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which ports the processes of a cluster open, where they listen, and who gets in. `phalanx doctor --ports` shows it.
+"""The ports that the processes of a cluster open, where they listen, and who gets in. `phalanx doctor --ports` shows it.
 
 tests/cluster/test_strangers.py and tests/cluster/parameter_server/test_separate_processes.py compare it with the ports of real processes.
 """
@@ -35,7 +35,7 @@ def openings(spec: ClusterSpec, *, is_elastic: bool = False) -> list[Opening]:
     """Returns what the processes of a cluster open.
 
     Args:
-      spec: the cluster. An empty one is a process alone.
+      spec: the cluster. Empty for a process alone.
       is_elastic: whether `phalanx run` starts another process for one that dies.
     """
     if not spec:

@@ -180,7 +180,7 @@ def cut(connection: Socket) -> None:
 
 
 def raise_limit_of_descriptors() -> None:
-    """Lets this process have as many connections as the system allows, so that strangers cannot use up its descriptors."""
+    """Raises the limit of file descriptors to what the system allows, so that strangers cannot use them up."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(OSError, ValueError):  # macOS allows fewer than it says.
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which connections at the ports of this process belong to the group, and which are a stranger's.
+"""Tells the connections at the ports of this process that belong to the group from those of strangers.
 
 gloo, by which processes exchange arrays on CPUs, lets in whoever connects. So each process looks at the connections that have arrived at
 its gloo ports, asks all others over the watch whose they are, and ends those that nobody claims. A message says where they come from.
@@ -55,7 +55,7 @@ class Pairs:
 
     @property
     def strangers(self) -> list[str]:
-        """Where the connections came from that this process has ended."""
+        """The places from which the connections came that this process has ended."""
         with self._changed:
             return sorted(self._strangers.places)
 
