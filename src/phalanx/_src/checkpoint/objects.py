@@ -10,6 +10,7 @@ from typing import Any, final
 import jax
 import jax.numpy as jnp
 import numpy as np
+from numpy.typing import DTypeLike
 from typing_extensions import override
 
 from phalanx._src import compat
@@ -330,7 +331,7 @@ def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
         yield _converted(flat[begin : begin + _PIECE], widest)
 
 
-def _converted(array: np.ndarray, dtype: Any) -> np.ndarray:
+def _converted(array: np.ndarray, dtype: DTypeLike) -> np.ndarray:
     # Dtypes that NumPy lacks, such as bfloat16 and int4, do not convert themselves into all others. float32 has all of their values.
     return (array.astype(np.float32) if array.dtype.kind == "V" else array).astype(dtype)
 

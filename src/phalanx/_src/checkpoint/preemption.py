@@ -316,8 +316,8 @@ def _manager_of(target: Checkpoint | CheckpointManager, directory: str | os.Path
     """
     hint = "PreemptionCheckpointHandler(strategy.cluster_resolver, checkpoint, folder)"
     if isinstance(target, CheckpointManager):
-        given = None if directory is None else os.path.abspath(arguments.path("checkpoint_dir", directory))
-        if given not in (None, os.path.abspath(target.directory)):
+        folder = None if directory is None else os.path.abspath(arguments.path("checkpoint_dir", directory))
+        if folder not in (None, os.path.abspath(target.directory)):
             raise InvalidArgumentError(
                 f"checkpoint_dir={shown(directory)} with a CheckpointManager of {target.directory!r}",
                 "a manager saves into its own folder.",

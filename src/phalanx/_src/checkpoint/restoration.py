@@ -237,7 +237,7 @@ class Restoration:
         difference = self._naming.difference(path, owner)
         return None if difference is None else f"{path} {difference}"
 
-    def _other_name(self, owner: Any, path: str) -> str | None:
+    def _other_name(self, owner: object, path: str) -> str | None:
         """Returns the name of what has the numbered place of an object in the checkpoint, if users have given the two other names."""
         ours, folder = compat.chosen_name(owner), path.rpartition("/")[0]
         if ours is None or not is_numbered(path):
@@ -261,14 +261,8 @@ class Restoration:
             if len(objects) > 1:
                 yield f"{path} is one object in the checkpoint, and two in this program"
             for other in (first.setdefault(id(owner), path) for owner in growing):
-                if other != path and not self._is_equal(other, path):
+                if other != path and not _are_equal(self.stored, self._contents, other, path):
                     yield _two_values(other, path)
-
-    def _is_equal(self, one: str, other: str) -> bool:
-        """Returns whether what two folders of the checkpoint both contain has equal values."""
-        below = (path.removeprefix(one) for path in self._contents if path.startswith(f"{one}/"))
-        pairs = [(one + rest, other + rest) for rest in below if other + rest in self._contents]
-        return all(_contents_of(self.stored, a) == _contents_of(self.stored, b) for a, b in pairs)
 
     def _one_for_several(self, matches: list[_Match]) -> list[str]:
         """Returns a problem for each object of the program that has several paths with different values in the checkpoint."""
@@ -430,6 +424,13 @@ def _contents_of(stored: CheckpointFile, path: str) -> tuple[str, list[bytes]]:
     names = [n for n in stored.names if n == path or n.startswith((path + REPLICAS, f"{path}#"))]
     value = json.dumps(stored.notes["values"].get(path))
     return value.replace(json.dumps(path)[1:-1] + "#", "#"), [stored.array(n).tobytes() for n in sorted(names)]
+
+
+def _are_equal(stored: CheckpointFile, contents: set[str], one: str, other: str) -> bool:
+    """Returns whether what two folders of a checkpoint both contain has equal values."""
+    below = (path.removeprefix(one) for path in contents if path.startswith(f"{one}/"))
+    pairs = [(one + rest, other + rest) for rest in below if other + rest in contents]
+    return all(_contents_of(stored, a) == _contents_of(stored, b) for a, b in pairs)
 
 
 def _two_values(path: str, other: str) -> str:

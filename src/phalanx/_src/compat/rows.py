@@ -292,7 +292,7 @@ def _result(original: Callable[..., _R], self: keras.metrics.Metric, *args: PyTr
     scope = surrounding_scope()
     if scope is None or not scope.has_share:
         return original(self, *args, **kwargs)
-    with scope.across_replicas():
+    with scope.across_replicas(self.variables):
         result: _R = keras.tree.map_structure(
             lambda x: x.value if isinstance(x, keras.Variable) else x, original(self, *args, **kwargs)
         )

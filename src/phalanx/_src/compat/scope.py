@@ -18,7 +18,7 @@ from phalanx.typing import PyTree
 class AbstractLiftScope(keras.StatelessScope, ABC):
     """The scope that handles reads and writes of Keras variables while a program is traced.
 
-    Keras calls `get_current_value` and `add_update`. The wrapped methods of this package call the others. `phalanx._src.tracing` has
+    Keras calls `get_current_value`, and `add_update` with `(variable, value)` to assign. The wrapped methods of this package call the others. `phalanx._src.tracing` has
     the implementation, which this package must not import.
     """
 
@@ -29,10 +29,6 @@ class AbstractLiftScope(keras.StatelessScope, ABC):
     @abstractmethod
     def note_read(self) -> None:
         """Records that the trace depends on state that can change between calls. Call it before reading such state."""
-
-    @abstractmethod
-    def add_update(self, update: tuple[Variable, Any]) -> None:
-        """Assigns `(variable, value)` inside the trace."""
 
     @abstractmethod
     def add_delta(self, variable: Variable, delta: jax.Array, *, negative: bool = False) -> jax.Array:
@@ -90,12 +86,8 @@ class AbstractLiftScope(keras.StatelessScope, ABC):
         """
 
     @abstractmethod
-    def across_replicas(self) -> AbstractContextManager[None]:
-        """Enters a context in which variables have their values for all replicas. All replicas must enter it."""
-
-    @abstractmethod
-    def for_all_replicas(self, variable: Variable, value: Any) -> Any:
-        """Returns the value for all replicas of a variable of a metric, from that of this one, where `across_replicas` asks for it."""
+    def across_replicas(self, variables: Sequence[Variable]) -> AbstractContextManager[None]:
+        """Enters a context in which the variables of a metric have their values for all replicas. All replicas must enter it."""
 
     @abstractmethod
     def share_of_loss(self, total: jax.Array, count: jax.Array | None) -> jax.Array:
@@ -181,7 +173,5 @@ def _get_current_value(original: Callable[..., PyTree], self: keras.StatelessSco
     # A user's `layer.stateless_call` inside a replica function opens a plain scope inside ours. Keras 3 looks up a variable
     # in the innermost scope only, so a variable that this scope does not map would become a constant of the program.
     value = original(self, variable)
-    if value is None:
-        return self.original_scope and self.original_scope.get_current_value(variable)
-    scope = surrounding_scope()
-    return value if scope is None else scope.for_all_replicas(variable, value)
+    outer = self.original_scope
+    return outer.get_current_value(variable) if value is None and outer is not None else value

@@ -162,13 +162,6 @@ class VariableScope(compat.AbstractLiftScope):
         return value
 
     @override
-    def for_all_replicas(self, variable: Variable, value: Any) -> Any:
-        is_merging = self.mapped and context.in_cross_replica_context()
-        return (
-            combine([Entry(variable, value, value)], None)[0] if is_merging and compat.is_of_metric(variable) else value
-        )
-
-    @override
     def add_update(self, update: tuple[Variable, Any]) -> None:
         variable, value = update
         entry = self._writable(variable)

@@ -2,7 +2,7 @@
 """The scope of a traced function: its variables, gradients, means over rows, batches and records."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +19,8 @@ from phalanx._src.compat import Variable
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.tracing import averages, context, draws
 from phalanx._src.tracing.access import VariableScope, num_replicas
-from phalanx._src.tracing.discovery import AbstractPass
+from phalanx._src.tracing.boundary import combine
+from phalanx._src.tracing.discovery import AbstractPass, Entry
 from phalanx._src.tracing.draws import AbstractIterator
 from phalanx._src.tracing.policy import describe, policy_of
 from phalanx._src.tracing.records import Record
@@ -208,8 +209,18 @@ class LiftScope(VariableScope):
             yield whole
 
     @override
-    def across_replicas(self) -> AbstractContextManager[None]:
-        return context.enter(context.Mode(context.get_strategy(), None, merging=True))
+    @contextmanager
+    def across_replicas(self, variables: Sequence[Variable]) -> Iterator[None]:
+        scope = compat.active_scope()
+        # A plain scope of Keras, in a stateless step, has values that this one does not know.
+        values = [] if scope is self or scope is None else [scope.get_current_value(v) for v in variables]
+        with context.enter(context.Mode(context.get_strategy(), None, merging=True)):
+            if not values:
+                yield
+                return
+            totals = combine([Entry(v, x, x) for v, x in zip(variables, values, strict=True)], None)
+            with keras.StatelessScope(state_mapping=list(zip(variables, totals, strict=True))):
+                yield
 
     @override
     def share_of_loss(self, total: jax.Array, count: jax.Array | None) -> jax.Array:
