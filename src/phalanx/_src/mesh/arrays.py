@@ -142,14 +142,14 @@ def flattened(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> tup
     """Calls `jax.tree.flatten`.
 
     Raises:
-      InvalidArgumentError: a dict has keys without an order, or another container cannot be taken apart.
+      InvalidArgumentError: a dict has keys without an order, or another container cannot be flattened.
     """
     try:
         leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
     except ValueError as e:
         raise InvalidArgumentError(
             f"a nest of type {type(tree).__name__}",
-            f"JAX cannot take it apart: {e}",
+            f"JAX cannot flatten it: {e}",
             "dicts whose keys have one type, such as texts",
         ) from e
     return leaves, structure
