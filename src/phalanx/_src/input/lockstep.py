@@ -121,7 +121,7 @@ class Lockstep(AbstractBatches):
         plans, failure = np.zeros((count, 2 + self._worker.replicas), np.int32), None
         try:
             self._readings = reading = self._readings or self._start(most)
-            while (own := len(self._own)) < count and (step := reading.get(most and most - own)) is not None:
+            while (num_own := len(self._own)) < count and (step := reading.get(most and most - num_own)) is not None:
                 self._own.append(step)
         except Exception as e:  # Tell the others before raising it, because they wait for this worker in the exchange.
             failure = e
