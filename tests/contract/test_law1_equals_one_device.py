@@ -103,18 +103,18 @@ def trained():
     return functools.cache(lambda row: train_mlp(row, assert_same_training))
 
 
-@pytest.mark.cover(["row"], ROWS.keys() - BETWEEN)
-@pytest.mark.parametrize("row", ROWS)
-def test_mlp_trains_like_one_device(trained, row):
-    assert len(trained(row).losses) == STEPS
+@pytest.mark.cover(["strategy"], ROWS.keys() - BETWEEN)
+@pytest.mark.parametrize("strategy", ROWS)
+def test_mlp_trains_like_one_device(trained, strategy):
+    assert len(trained(strategy).losses) == STEPS
 
 
-@pytest.mark.cover(["row"], {"mirrored_x8", "sharded_x4", "weighted_x3", "local_sgd_x2"})
-@pytest.mark.parametrize("row", ROWS)
-def test_mlp_trains_the_same_way_every_time(trained, row):
+@pytest.mark.cover(["strategy"], {"mirrored_x8", "sharded_x4", "weighted_x3", "local_sgd_x2"})
+@pytest.mark.parametrize("strategy", ROWS)
+def test_mlp_trains_the_same_way_every_time(trained, strategy):
     """Two trainings from one start have the same bits."""
-    first = trained(row)
-    second = train_mlp(row, functools.partial(train, start=first.start))
+    first = trained(strategy)
+    second = train_mlp(strategy, functools.partial(train, start=first.start))
     assert [x.tobytes() for x in first.losses] == [x.tobytes() for x in second.losses]
     assert [w.tobytes() for w in first.weights] == [w.tobytes() for w in second.weights]
 
