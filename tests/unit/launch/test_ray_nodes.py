@@ -2,6 +2,7 @@
 
 import os
 import re
+import secrets
 import subprocess
 import sys
 import time
@@ -35,7 +36,10 @@ class RayCluster:
     """A Ray cluster of two nodes, in a process without JAX, because Ray forks."""
 
     def __init__(self):
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "RAY_USAGE_STATS_ENABLED": "0"}
+        # Whoever has the token may run code on the nodes.
+        self.access = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        environment = {**os.environ, **self.access, "PYTHONPATH": os.pathsep.join(sys.path)}
+        environment["RAY_USAGE_STATS_ENABLED"] = "0"
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
         self._process = subprocess.Popen([sys.executable, "-c", CLUSTER], env=environment, text=True, **pipes)
         self.address = self._process.stdout.readline().strip()
@@ -65,7 +69,7 @@ def phalanx_run(cluster, tmp_path, environment):
     def phalanx_run(script, *options, address=None, **variables):
         (tmp_path / "train.py").write_text(script)
         words = [sys.executable, "-m", "phalanx", "run", "--ray", address or cluster.address, *options, "train.py"]
-        variables = {**environment, "PYTHONPATH": os.pathsep.join(sys.path), **variables}
+        variables = {**environment, **cluster.access, "PYTHONPATH": os.pathsep.join(sys.path), **variables}
         with open(tmp_path / "output", "wb") as output:
             process = subprocess.Popen(words, cwd=tmp_path, env=variables, stdout=output, stderr=subprocess.STDOUT)
         processes.append(process)
