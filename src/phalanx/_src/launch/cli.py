@@ -6,8 +6,8 @@ import os
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, final
 
@@ -16,7 +16,6 @@ from typing_extensions import override
 
 from phalanx._src.cluster.connections.hosts import LOOPBACK
 from phalanx._src.cluster.connections.openings import openings
-from phalanx._src.cluster.connections.ports import held_ports
 from phalanx._src.cluster.connections.secret import TOKEN, new_token
 from phalanx._src.cluster.resolvers.base import ClusterResolver
 from phalanx._src.cluster.resolvers.environment import resolver_of_environment
