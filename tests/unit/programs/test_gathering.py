@@ -14,7 +14,7 @@ import phalanx
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.programs import gathering
-from phalanx._src.programs.gathering import Shard
+from phalanx._src.programs.gathering import GatheredLater
 
 MESH = Topology.of(2).mesh
 W = np.arange(16, dtype="float32").reshape(4, 4)
@@ -48,7 +48,7 @@ def test_results_are_those_of_whole_variables(name, dim):
     fn = FUNCTIONS[name]
 
     def replica(shard, x):
-        value = Shard(shard, dim)
+        value = GatheredLater(shard, dim)
         return gathering.evaluate(jax.make_jaxpr(fn)(value.whole(), x), value, x)
 
     spec = PartitionSpec(*(None,) * dim, REPLICA_AXIS)

@@ -110,9 +110,9 @@ class Division(NamedTuple):
 
 def pieces_here(path: str, array: jax.Array, division: Division) -> Mapping[str, np.ndarray]:
     """Returns the pieces that this process writes, by name, copied to the host."""
-    mine = {box for rank, box in division.pieces if rank == jax.process_index()}
+    boxes_here = {box for rank, box in division.pieces if rank == jax.process_index()}
     shards = {box_of(shard.index, array.shape): shard.data for shard in array.addressable_shards}
-    return {name_of(path, box): np.array(data, order="C") for box, data in shards.items() if box in mine}
+    return {name_of(path, box): np.array(data, order="C") for box, data in shards.items() if box in boxes_here}
 
 
 def name_of(path: str, box: Box) -> str:

@@ -255,13 +255,13 @@ class CheckpointFile:
         self.is_old = metadata["format"] == OLD_FORMAT
         if not (self.is_old or _is_sound(self.file)):
             raise self._refuse("its list of contents is not what was saved")
-        own = frozenset(self._open.keys())
+        whole = frozenset(self._open.keys())
         try:
-            self.notes: dict[str, Any] = _checked(json.loads(metadata["notes"]), own)
+            self.notes: dict[str, Any] = _checked(json.loads(metadata["notes"]), whole)
             self._divisions = {name: Division.of_notes(each) for name, each in self.notes["divided"].items()}
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as e:
             raise self._refuse(f"its notes cannot be read ({type(e).__name__}: {e})") from e
-        self.names = own | set(self._divisions)
+        self.names = whole | set(self._divisions)
         self._dtypes: dict[str, str] = self.notes["dtypes"]
         self._sound: set[str] = set()
         self._files_of_ranks: dict[int, CheckpointFile] = {}

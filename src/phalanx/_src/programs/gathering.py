@@ -30,7 +30,7 @@ _CALLS = {"jit", "pjit", "closed_call", "core_call"}
 """Operations that evaluate a trace once, whose variables are gathered inside."""
 
 
-class Shard(NamedTuple):
+class GatheredLater(NamedTuple):
     """What this replica holds of a variable.
 
     Args:
@@ -61,12 +61,12 @@ def dims_of(variables: Sequence[Variable], topology: Topology) -> list[int | Non
 
 
 def evaluate(closed: jex.ClosedJaxpr, *inputs: Any) -> list[Any]:
-    """Evaluates a trace, some of whose inputs are a `Shard` of what the trace takes."""
-    walk = _Walk()
+    """Evaluates a trace, some of whose inputs are a `GatheredLater` of what the trace takes."""
+    walk = _GatheringWalk()
     return [walk.gathered(x, None) for x in walk.run(closed.jaxpr, closed.consts, inputs)]
 
 
-class _Walk:
+class _GatheringWalk:
     """One evaluation. It remembers what the last operation with a variable had as its other input."""
 
     def __init__(self) -> None:
@@ -79,7 +79,7 @@ class _Walk:
         for eqn in jaxpr.eqns:
             values = list(map(value, eqn.invars))
             results = (
-                self._sharded(jaxpr, eqn, values) if any(map(_is_shard, values)) else evaluate_alone(jaxpr, eqn, values)
+                self._sharded(jaxpr, eqn, values) if any(map(_is_later, values)) else evaluate_alone(jaxpr, eqn, values)
             )
             env.update(zip(eqn.outvars, results, strict=True))
         return list(map(value, jaxpr.outvars))
@@ -93,12 +93,12 @@ class _Walk:
             return self.run(inner, closed.consts, values)
         # These move no element from one replica to another. A cast to a shorter dtype comes before the gather.
         if name == "convert_element_type":
-            return [Shard(lax.convert_element_type(first.array, eqn.params["new_dtype"]), first.dim)]
+            return [GatheredLater(lax.convert_element_type(first.array, eqn.params["new_dtype"]), first.dim)]
         if name == "transpose":
             order = tuple(eqn.params["permutation"])
-            return [Shard(lax.transpose(first.array, order), order.index(first.dim))]
-        others = [x for v, x in zip(eqn.invars, values, strict=True) if isinstance(v, jex.Var) and not _is_shard(x)]
-        beside = max(others, key=lambda x: x.size, default=None)
+            return [GatheredLater(lax.transpose(first.array, order), order.index(first.dim))]
+        arrays = [x for v, x in zip(eqn.invars, values, strict=True) if isinstance(v, jex.Var) and not _is_later(x)]
+        beside = max(arrays, key=lambda x: x.size, default=None)
         return evaluate_alone(jaxpr, eqn, [self.gathered(x, beside) for x in values])
 
     def gathered(self, value: Any, beside: Any) -> Any:
@@ -108,7 +108,7 @@ class _Walk:
           value: the value.
           beside: what the operation that needs it has as its other input. None if it has none.
         """
-        if not _is_shard(value):
+        if not _is_later(value):
             return value
         shard = value.array
         if self._before is not None:
@@ -118,5 +118,5 @@ class _Walk:
         return lax.all_gather(shard, REPLICA_AXIS, axis=value.dim, tiled=True)
 
 
-def _is_shard(value: object) -> TypeGuard[Shard]:
-    return isinstance(value, Shard)
+def _is_later(value: object) -> TypeGuard[GatheredLater]:
+    return isinstance(value, GatheredLater)

@@ -28,7 +28,7 @@ from phalanx._src.mesh.values import (
     is_equal_everywhere,
 )
 from phalanx._src.programs import explain, gathering, own_rows
-from phalanx._src.programs.gathering import Shard
+from phalanx._src.programs.gathering import GatheredLater
 from phalanx._src.programs.stages import IndivisibleError
 from phalanx._src.programs.trace import executing_scope, trace, written_entries
 from phalanx._src.tracing import context, equality, slips
@@ -326,9 +326,9 @@ class _Run:
         if plan is None and observers:
             plan = own_rows.DividedProgram([discovery], [], [inputs])
         outputs: _ReplicaOutputs
-        if plan is None and any(isinstance(x, Shard) for x in state):
+        if plan is None and any(isinstance(x, GatheredLater) for x in state):
             flat = discovery.flat(state, [], sharded, whole)
-            trace = discovery.without_tapes(*(x.whole() if isinstance(x, Shard) else x for x in flat))
+            trace = discovery.without_tapes(*(x.whole() if isinstance(x, GatheredLater) else x for x in flat))
             outputs = discovery.result(gathering.evaluate(trace, *flat))
         elif plan is None:
             outputs = discovery.evaluate(state, [], sharded, whole)
@@ -405,7 +405,7 @@ class _Run:
     ) -> _ReplicaOutputs:
         """Runs the program of one replica."""
         state = [
-            Shard(value, dim)
+            GatheredLater(value, dim)
             if dim is not None
             else first_component(policy_of(variable), value)
             if part is None
