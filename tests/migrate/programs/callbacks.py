@@ -19,7 +19,9 @@ class BatchLosses(tf.keras.callbacks.Callback):
 
 schedule = tf.keras.optimizers.schedules.ExponentialDecay(0.1, decay_steps=5, decay_rate=0.9)
 model = tf.keras.models.Sequential()
-model.add(tf.keras.layers.Dense(6, activation=tf.keras.activations.gelu, kernel_regularizer=tf.keras.regularizers.l2(0.01)))
+model.add(
+    tf.keras.layers.Dense(6, activation=tf.keras.activations.gelu, kernel_regularizer=tf.keras.regularizers.l2(0.01))
+)
 model.add(tf.keras.layers.BatchNormalization(momentum=0.9))
 model.add(tf.keras.layers.Dense(2, activation="softmax"))
 model.compile(

@@ -81,7 +81,7 @@ model = Decoder()
 model(tokens[0, :, :-1])
 model.set_weights([rng.normal(0, 0.3, w.shape) for w in model.get_weights()])
 loss_object = tf.keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
-optimizer = tf.keras.optimizers.Adam(0.01, beta_1=0.9, beta_2=0.98, epsilon=1e-9)
+optimizer = tf.keras.optimizers.SGD(0.1, momentum=0.9)
 
 
 def loss_function(real, pred):
