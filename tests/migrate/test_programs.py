@@ -11,7 +11,7 @@ from phalanx._src.tools.migrate.program import migrate
 from phalanx._src.tools.migrate.table import the_table
 
 RECORDED = json.loads((FOLDER / "programs.json").read_text())
-CHEAP = {"custom_loop.py", "linear_regression.py", "transformer.py"}
+CHEAP = {"checkpoints.py", "linear_regression.py", "second_order.py"}
 NEEDS_TENSORFLOW = {name for name in RECORDED if "tf.data" in (FOLDER / "programs" / name).read_text()}
 
 

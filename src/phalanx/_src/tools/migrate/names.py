@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which names of a file stand for names of TensorFlow, under any alias."""
+"""Names of a file that stand for names of TensorFlow, under any alias."""
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass

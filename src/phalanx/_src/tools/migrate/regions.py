@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which functions run in TensorFlow, because a `tf.data` dataset calls them, and which are compiled."""
+"""Functions that run in TensorFlow, because a `tf.data` dataset calls them, and functions that are compiled."""
 
 from collections.abc import Iterator, Mapping
 from typing import final
