@@ -52,12 +52,12 @@ class Attention(tf.keras.layers.Layer):
         x = tf.reshape(x, (batch_size, -1, self.heads, self.depth // self.heads))
         return tf.transpose(x, perm=[0, 2, 1, 3])
 
-    def call(self, x, mask=None):
+    def call(self, x, look_mask=None):
         batch_size = tf.shape(x)[0]
         q = self.split_heads(self.wq(x), batch_size)
         k = self.split_heads(self.wk(x), batch_size)
         v = self.split_heads(self.wv(x), batch_size)
-        attention = scaled_dot_product_attention(q, k, v, mask)
+        attention = scaled_dot_product_attention(q, k, v, look_mask)
         attention = tf.transpose(attention, perm=[0, 2, 1, 3])
         return self.norm(x + tf.reshape(attention, (batch_size, -1, self.depth)))
 
@@ -74,7 +74,7 @@ class Decoder(tf.keras.Model):
         h = self.embedding(x)
         h *= tf.math.sqrt(tf.cast(DEPTH, tf.float32))
         h += positional_encoding(LENGTH, DEPTH)[tf.newaxis, :, :]
-        return self.final(self.attention(h, mask=mask))
+        return self.final(self.attention(h, look_mask=mask))
 
 
 model = Decoder()
