@@ -158,14 +158,14 @@ def all_lines(sources: Sources) -> list[str]:
 LIMITS: dict[Callable[[Sources], list[str]], tuple[int, int]] = {
     names_of_the_root: (20, 20),
     mutable_names: (46, 20),
-    classes_of_many_methods: (15, 6),
+    classes_of_many_methods: (16, 6),
     classes_of_many_fields: (7, 0),
     class_names_used_twice: (0, 0),
     pronouns: (2, 40),
     attributes_on_objects_of_keras: (0, 0),
     lines_with_any: (310, 300),
-    missing_comments: (529, 0),
-    all_lines: (63_400, 55_500),
+    missing_comments: (583, 0),
+    all_lines: (68_100, 55_500),
 }
 """For each count, the limit of today and the goal."""
 

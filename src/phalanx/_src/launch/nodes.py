@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any, Protocol, Self, final
+from typing import Protocol, Self, final
 
 from phalanx._src.cluster.connections.ports import held_ports
 from phalanx._src.launch.plan import ALONE, Machine, Machines, ProcessSpec, Request, plan
@@ -68,8 +68,8 @@ class ThisNode:
             self._held = stack.pop_all()
         return self
 
-    def __exit__(self, *exception: Any) -> None:
-        self._held.__exit__(*exception)
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
 
     def plan(self, restart: int) -> list[ProcessSpec]:
         """See `AbstractNodes`."""

@@ -60,7 +60,7 @@ def dims_of(variables: Sequence[Variable], topology: Topology) -> list[int | Non
     return dims if topology.layout.gathers_by_layer(sum(sizes)) else none
 
 
-def evaluate(closed: jex.ClosedJaxpr, *inputs: Any) -> list[Any]:
+def evaluate(closed: jex.ClosedJaxpr, *inputs: jax.Array | GatheredLater) -> list[jax.Array]:
     """Evaluates a trace, some of whose inputs are a `GatheredLater` of what the trace takes."""
     walk = _GatheringWalk()
     return [walk.gathered(x, None) for x in walk.run(closed.jaxpr, closed.consts, inputs)]
@@ -70,7 +70,7 @@ class _GatheringWalk:
     """One evaluation. It remembers what the last operation with a variable had as its other input."""
 
     def __init__(self) -> None:
-        self._before: Any = None
+        self._before: jax.Array | None = None
 
     def run(self, jaxpr: jex.Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
         """Evaluates a trace, and returns its outputs: arrays, and shards."""
@@ -101,21 +101,22 @@ class _GatheringWalk:
         beside = max(arrays, key=lambda x: x.size, default=None)
         return evaluate_alone(jaxpr, eqn, [self.gathered(x, beside) for x in values])
 
-    def gathered(self, value: Any, beside: Any) -> Any:
+    def gathered(self, value: jax.Array | GatheredLater, beside: jax.Array | None) -> jax.Array:
         """Returns a whole variable, given its shard. Other values are returned unchanged.
 
         Args:
           value: the value.
           beside: what the operation that needs it has as its other input. None if it has none.
         """
-        if not _is_later(value):
+        if not isinstance(value, GatheredLater):
             return value
         shard = value.array
         if self._before is not None:
             shard, _ = optimization_barrier((shard, self._before))
         if beside is not None:
             self._before = beside
-        return lax.all_gather(shard, REPLICA_AXIS, axis=value.dim, tiled=True)
+        whole: jax.Array = lax.all_gather(shard, REPLICA_AXIS, axis=value.dim, tiled=True)
+        return whole
 
 
 def _is_later(value: object) -> TypeGuard[GatheredLater]:

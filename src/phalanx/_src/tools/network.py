@@ -3,11 +3,10 @@
 
 import ipaddress
 import os
-import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from phalanx._src.cluster.connections.hosts import PROXIES, is_loopback, routes
+from phalanx._src.cluster.connections.hosts import PROXIES, found_at, is_loopback, reason_of, routes
 from phalanx._src.cluster.connections.listener import listen, split
 
 
@@ -60,7 +59,7 @@ def check_name(addresses: Sequence[str], rank: int) -> Check | None:
     if _is_address(host):
         return None
     try:
-        place = str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+        place = found_at(host, port)
     except OSError as e:
         finding = f"rank {rank} does not find {host}, the host of rank 0: {e.strerror}."
         return Check(
@@ -90,9 +89,7 @@ def check_port(address: str) -> Check:
         listen(address).close()
     except OSError as e:
         hint = "end the process that uses the port, or set the address to a name of this machine and a free port"
-        # Python appends the address to some texts. The numbers of the resolver have texts of their own.
-        why = os.strerror(e.errno) if e.errno and not isinstance(e, socket.gaierror) else e.strerror
-        return Check("port", False, f"rank 0 cannot listen at {address}: {why}.", hint)
+        return Check("port", False, f"rank 0 cannot listen at {address}: {reason_of(e)}.", hint)
     return Check("port", True, f"rank 0 can listen at {address}.")
 
 

@@ -44,6 +44,24 @@ def numeric(host: str) -> str:
     return socket.gethostbyname(host)
 
 
+def found_at(host: str, port: int) -> str:
+    """Returns the address to which a connection with a host would go.
+
+    Raises:
+      OSError: this machine does not find the host.
+    """
+    return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0])
+
+
+def reason_of(error: OSError) -> str:
+    """Returns why a system call has failed."""
+    if error.errno is None or isinstance(
+        error, socket.gaierror
+    ):  # The numbers of the resolver have texts of their own.
+        return str(error.strerror)
+    return os.strerror(error.errno)  # Python's own text may end with the address.
+
+
 def is_private(address: str) -> bool:
     """Whether an address is no port, so that no other user reaches it."""
     return address.startswith(PRIVATE)
