@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Phalanx knows about variables. It is kept beside them, because objects of Keras get no attributes of ours."""
+"""What Phalanx knows about variables and layers. It is kept beside them, because objects of Keras get no attributes of ours."""
 
 import weakref
 from dataclasses import dataclass
+from typing import Any
 
 from keras import Variable
 from keras.initializers import Initializer
@@ -11,8 +12,8 @@ from phalanx.errors.frames import Place
 
 
 @dataclass(slots=True)
-class VariableFacts:
-    """The facts about one variable.
+class Facts:
+    """The facts about one variable, or about one layer.
 
     Attributes:
       maker: number of the strategy in whose scope it was created. None outside all scopes.
@@ -25,6 +26,7 @@ class VariableFacts:
       outer: variable whose value is read outside the replicas instead of the mean of the replicas' values.
       reference: variable that a slot belongs to. Weak, so that a slot does not keep a dropped model alive.
       layout_path: path that decides the sharding of a slot: the path of the trained variable. None for its own path.
+      chosen_name: name that a program or a file has given a layer, if it looks as if Keras had numbered it.
     """
 
     maker: int | None = None
@@ -37,29 +39,30 @@ class VariableFacts:
     outer: Variable | None = None
     reference: weakref.ref[Variable] | None = None
     layout_path: str | None = None
+    chosen_name: str | None = None
 
 
-_NOTHING = VariableFacts()
+_NOTHING = Facts()
 # By id, because variables compare by their values.
-_facts: dict[int, tuple[weakref.ref[Variable], VariableFacts]] = {}
+_facts: dict[int, tuple[weakref.ref[Any], Facts]] = {}
 
 
-def facts_of(variable: Variable) -> VariableFacts:
-    """Returns what is known about a variable, to read it."""
-    known = _facts.get(id(variable))
+def facts_of(owner: object) -> Facts:
+    """Returns what is known about a variable or a layer, to read it."""
+    known = _facts.get(id(owner))
     # A copy of a variable, and a variable at the address of one that is being collected, have no facts.
-    return known[1] if known is not None and known[0]() is variable else _NOTHING
+    return known[1] if known is not None and known[0]() is owner else _NOTHING
 
 
-def note_facts(variable: Variable) -> VariableFacts:
-    """Returns what is known about a variable, to add to it."""
-    facts = facts_of(variable)
+def note_facts(owner: object) -> Facts:
+    """Returns what is known about a variable or a layer, to add to it."""
+    facts = facts_of(owner)
     if facts is _NOTHING:
-        facts, key = VariableFacts(), id(variable)
-        _facts[key] = (weakref.ref(variable, lambda reference: _forget(key, reference)), facts)
+        facts, key = Facts(), id(owner)
+        _facts[key] = (weakref.ref(owner, lambda reference: _forget(key, reference)), facts)
     return facts
 
 
-def _forget(key: int, reference: weakref.ref[Variable]) -> None:
+def _forget(key: int, reference: weakref.ref[Any]) -> None:
     if (known := _facts.get(key)) is not None and known[0] is reference:
         del _facts[key]

@@ -12,6 +12,7 @@ from keras.src.models.functional import Functional
 from keras.src.ops.operation import Operation
 from keras.src.utils.naming import to_snake_case
 
+from phalanx._src.compat.facts import facts_of, note_facts
 from phalanx._src.compat.hooks import extend
 from phalanx._src.compat.optimizers import BaseOptimizer, reference_of
 from phalanx._src.compat.scope import active_scope
@@ -57,26 +58,17 @@ def given_name(owner: object) -> str | None:
     return name
 
 
-class _ChosenName(str):
-    """A name that a program or a file has given a layer, and that looks as if Keras had numbered it."""
-
-    __slots__ = ()
-
-    def __reduce__(self) -> tuple[type[str], tuple[str]]:
-        return str, (str(self),)  # Pickles can be read without Phalanx.
-
-
 @extend(Operation, "__init__")
 def _note_chosen_name(original: Callable[..., None], self: Operation, name: str | None = None) -> None:
     original(self, name)
     if name is not None and given_name(self) is None:
-        self.name = _ChosenName(name)
+        note_facts(self).chosen_name = self.name
 
 
 def chosen_name(owner: object) -> str | None:
     """Returns the name of a layer that looks as if Keras had numbered it, and is known to be given. None for others."""
-    name = getattr(owner, "name", None)
-    return name if isinstance(name, _ChosenName) else None
+    name = facts_of(owner).chosen_name
+    return name if name == getattr(owner, "name", None) else None  # The program may have given it another one since.
 
 
 def variable_names(owner: Owner) -> list[str]:
