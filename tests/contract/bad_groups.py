@@ -45,12 +45,13 @@ REASONS = {
         Strategy.in_program Strategy.merged SynchronousStrategy.placed_on MultiWorkerMirroredStrategy.move
         DistributedIterator.state_at Strategy.on_all_workers SummaryWriter.write Tracker.log Tracker.start
         DistributedValues.first_steps DistributedValues.stacked DistributedIterator.advance
-        DistributedIterator.look DistributedIterator.next_alike DistributedIterator.next_steps
+        DistributedIterator.expect DistributedIterator.look DistributedIterator.next_alike DistributedIterator.next_steps
         ClusterCoordinator.spec_of""",
     "a strategy of one's own has one, and Phalanx calls its methods; MirroredStrategy takes the same devices": """
         Topology Topology.devices_of Topology.dispatching Topology.divided_dim Topology.exchange Topology.from_chief
         Topology.from_source Topology.join_per_replica Topology.of Topology.put_per_replica Topology.put_replicated
-        Topology.put_variable Topology.sharding_of Topology.take_back Topology.whole""",
+        Topology.put_variable Topology.sharding_of Topology.take_back Topology.exchange_input Topology.local_devices_of
+        Topology.require_equal Topology.sharding_of_new""",
     "Phalanx makes it, and users get it": """
         StepTimes Steps CheckpointReader DistributedDataset DistributedIterator Estimate Estimates Optional
         PerWorkerDataset PerWorkerValues Status Status.line TPUSystemMetadata WorkerShard CheckpointStatus""",

@@ -155,7 +155,8 @@ def test_servers_that_are_restarted(strategy_of, bound, monkeypatch):
     losses = coordinator.fetch(values)
     assert losses[-1] < 0.5 * losses[0]
     # What came after the last snapshots is gone.
-    assert 100 < int(counter.value) <= 300 + coordinator.status().again - before.again
+    # A server may be lost after it has applied an update, and before it has said so. The worker then sends it again.
+    assert 100 < int(counter.value) <= coordinator.status().updates - before.updates
     assert np.isfinite(model.get_weights()[0]).all()
 
 

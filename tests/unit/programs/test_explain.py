@@ -52,7 +52,7 @@ def test_a_value_that_leaks(strategy, how):
         leaked.append(jnp.zeros((), "int32") + replica_id())
 
     strategy.run(leaking_step) if how == "run" else phalanx.function(leaking_step)()
-    with pytest.raises(TraceError, match=r"a value from another trace .*kept in a list.*\nHINT: return the value"):
+    with pytest.raises(TraceError, match=r"a value from another trace: .*kept in a list.*\nHINT: return the value"):
         strategy.run(lambda: leaked[-1] + 1)
     found = rf"traced|leaking_step at {__file__}"
     with pytest.raises(jax.errors.JAXTypeError, match=found) as caught:

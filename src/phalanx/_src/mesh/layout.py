@@ -116,7 +116,7 @@ class FullySharded(AbstractLayout):
             raise InvalidArgumentError(
                 f"axis={self.axis!r}", "must be the name of a mesh axis.", 'fully_sharded("replica")'
             )
-        if self.gather not in ("layer", "step", None):
+        if not isinstance(self.gather, str | None) or self.gather not in ("layer", "step", None):
             raise InvalidArgumentError(
                 f"gather={shown(self.gather)}", 'must be "layer", "step" or None.', 'fully_sharded(gather="layer")'
             )

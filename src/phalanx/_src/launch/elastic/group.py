@@ -76,7 +76,6 @@ class ElasticGroup(Group):
         self._places: list[_Place] = []
         self._is_ending = False
         self._standing, self._has_finished, self._steps = GroupStatus(), False, -1
-        self._compiled = tempfile.TemporaryDirectory(prefix="phalanx-compiled-", ignore_cleanup_errors=True)
         environment = specs[0].environment
         self._rendezvous: AbstractRendezvous = (
             RemoteRendezvous(environment, self._kill, machines)
@@ -85,6 +84,8 @@ class ElasticGroup(Group):
         )
         self._first, self._most = machines.index * len(specs), machines.count * len(specs)
         self._report = LauncherReport(tuple(range(self._first, self._first + len(specs))), len(specs))
+        # Last: nobody would remove the folder of a group that could not be made, because its first machine is gone.
+        self._compiled = tempfile.TemporaryDirectory(prefix="phalanx-compiled-", ignore_cleanup_errors=True)
 
     @property
     @override
