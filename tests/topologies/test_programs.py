@@ -66,6 +66,10 @@ STRATEGIES = {
     "model_axis": model_axis,
     "fully_sharded": lambda: phalanx.MirroredStrategy(1, layout=phalanx.fully_sharded()),
 }
+GATHERED = {
+    f"gathered_by_{when}": lambda when=when: phalanx.MirroredStrategy(1, layout=phalanx.fully_sharded(gather=when))
+    for when in ("step", "layer")
+}
 CENTRAL = {"central": lambda: phalanx.experimental.CentralStorageStrategy(["cpu:0"])}
 """Its variables are on one device of a machine, so it has no program for many machines."""
 WHOLE = ("mirrored", "multi_worker", "tpu")
@@ -79,7 +83,7 @@ def program(build, name, topology, policy="float32"):
 
     def train():
         nonlocal count
-        with (STRATEGIES | CENTRAL)[name]().scope():
+        with (STRATEGIES | GATHERED | CENTRAL)[name]().scope():
             keras.config.set_dtype_policy(policy)
             try:
                 x, y, model = build()
@@ -131,6 +135,22 @@ def test_shards_are_gathered_and_scattered(topology):
     scattered = sum(c.num_bytes for c in found.program.collectives if c.kind == "reduce-scatter")
     summed = sum(c.num_bytes for c in found.program.collectives if c.kind == "all-reduce")
     assert scattered or summed <= 4 * count * 1.02
+
+
+def deep():
+    """Equal layers, each of which fills 32 MB on a device that has all of it."""
+    layers = [keras.layers.Dense(4096, activation="relu", use_bias=False) for _ in range(8)]
+    return (4096,), (4096,), keras.Sequential([keras.Input((4096,)), *layers])
+
+
+def test_a_device_holds_few_gathered_layers():
+    """With the gathers where the layers are, the temporary memory is that of four layers and the shards of the gradients."""
+    kernel, shards = 2 * 4096**2, 8 * 2 * 4096**2 // 16
+    by_step, by_layer = (
+        program(deep, f"gathered_by_{when}", "v5e:4x4", "bfloat16")[0].memory.temporary for when in ("step", "layer")
+    )
+    assert by_layer < 4 * kernel + shards
+    assert by_step > 7 * kernel
 
 
 @every_model

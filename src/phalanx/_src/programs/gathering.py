@@ -3,8 +3,7 @@
 
 If all variables were gathered before the function, XLA would hold all of them until its end. Here each operation that needs a
 whole variable gathers it, also the operations of the backward pass, so that nothing is kept between the two. XLA schedules a
-gather as early as it can, which would be at once. Therefore a shard passes a barrier together with what the operation before had
-as its input: a gather may run beside one layer, and not earlier.
+gather as early as it can, which would be at once. Therefore a shard passes a barrier together with the other input of the operation.
 
 Source: Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel".
 """
@@ -62,61 +61,52 @@ def dims_of(variables: Sequence[Variable], topology: Topology) -> list[int | Non
 
 def evaluate(closed: jex.ClosedJaxpr, *inputs: jax.Array | GatheredLater) -> list[jax.Array]:
     """Evaluates a trace, some of whose inputs are a `GatheredLater` of what the trace takes."""
-    walk = _GatheringWalk()
-    return [walk.gathered(x, None) for x in walk.run(closed.jaxpr, closed.consts, inputs)]
+    return list(map(_gathered, _run(closed.jaxpr, closed.consts, inputs)))
 
 
-class _GatheringWalk:
-    """One evaluation. It remembers what the last operation with a variable had as its other input."""
+def _run(jaxpr: jex.Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
+    """Evaluates a trace, and returns its outputs: arrays, and shards."""
+    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
+    value = lambda v: v.val if isinstance(v, jex.Literal) else env[v]  # noqa: E731
+    for eqn in jaxpr.eqns:
+        values = list(map(value, eqn.invars))
+        evaluate_one = _with_shards if any(map(_is_later, values)) else evaluate_alone
+        env.update(zip(eqn.outvars, evaluate_one(jaxpr, eqn, values), strict=True))
+    return list(map(value, jaxpr.outvars))
 
-    def __init__(self) -> None:
-        self._before: jax.Array | None = None
 
-    def run(self, jaxpr: jex.Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-        """Evaluates a trace, and returns its outputs: arrays, and shards."""
-        env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
-        value = lambda v: v.val if isinstance(v, jex.Literal) else env[v]  # noqa: E731
-        for eqn in jaxpr.eqns:
-            values = list(map(value, eqn.invars))
-            results = (
-                self._sharded(jaxpr, eqn, values) if any(map(_is_later, values)) else evaluate_alone(jaxpr, eqn, values)
-            )
-            env.update(zip(eqn.outvars, results, strict=True))
-        return list(map(value, jaxpr.outvars))
+def _with_shards(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
+    """Evaluates an operation, some of whose inputs are shards."""
+    name, first = eqn.primitive.name, values[0]
+    if name in _CALLS:
+        (inner,) = jex.jaxprs_in_params(eqn.params)
+        closed = next(x for x in eqn.params.values() if isinstance(x, jex.ClosedJaxpr))
+        return _run(inner, closed.consts, values)
+    # These move no element from one replica to another. A cast to a shorter dtype comes before the gather.
+    if name == "convert_element_type":
+        return [GatheredLater(lax.convert_element_type(first.array, eqn.params["new_dtype"]), first.dim)]
+    if name == "transpose":
+        order = tuple(eqn.params["permutation"])
+        return [GatheredLater(lax.transpose(first.array, order), order.index(first.dim))]
+    places = [i for i, v in enumerate(eqn.invars) if isinstance(v, jex.Var) and not _is_later(values[i])]
+    beside = max(places, key=lambda i: values[i].size, default=None)
+    for i, value in enumerate(values):
+        if _is_later(value):
+            shard = value.array
+            if beside is not None:
+                # The operation reads what has passed the barrier. A barrier with an array that nobody reads behind it, such as the input
+                # of the operation before, lets libtpu 0.0.42 compile for ever.
+                shard, values[beside] = optimization_barrier((shard, values[beside]))
+            values[i] = _gathered(value._replace(array=shard))
+    return evaluate_alone(jaxpr, eqn, values)
 
-    def _sharded(self, jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
-        """Evaluates an operation, one of whose inputs is a shard."""
-        name, first = eqn.primitive.name, values[0]
-        if name in _CALLS:
-            (inner,) = jex.jaxprs_in_params(eqn.params)
-            closed = next(x for x in eqn.params.values() if isinstance(x, jex.ClosedJaxpr))
-            return self.run(inner, closed.consts, values)
-        # These move no element from one replica to another. A cast to a shorter dtype comes before the gather.
-        if name == "convert_element_type":
-            return [GatheredLater(lax.convert_element_type(first.array, eqn.params["new_dtype"]), first.dim)]
-        if name == "transpose":
-            order = tuple(eqn.params["permutation"])
-            return [GatheredLater(lax.transpose(first.array, order), order.index(first.dim))]
-        arrays = [x for v, x in zip(eqn.invars, values, strict=True) if isinstance(v, jex.Var) and not _is_later(x)]
-        beside = max(arrays, key=lambda x: x.size, default=None)
-        return evaluate_alone(jaxpr, eqn, [self.gathered(x, beside) for x in values])
 
-    def gathered(self, value: jax.Array | GatheredLater, beside: jax.Array | None) -> jax.Array:
-        """Returns a whole variable, given its shard. Other values are returned unchanged.
-
-        Args:
-          value: the value.
-          beside: what the operation that needs it has as its other input. None if it has none.
-        """
-        if not isinstance(value, GatheredLater):
-            return value
-        shard = value.array
-        if self._before is not None:
-            shard, _ = optimization_barrier((shard, self._before))
-        if beside is not None:
-            self._before = beside
-        whole: jax.Array = lax.all_gather(shard, REPLICA_AXIS, axis=value.dim, tiled=True)
-        return whole
+def _gathered(value: jax.Array | GatheredLater) -> jax.Array:
+    """Returns a whole variable, given its shard. Other values are returned unchanged."""
+    if not isinstance(value, GatheredLater):
+        return value
+    whole: jax.Array = lax.all_gather(value.array, REPLICA_AXIS, axis=value.dim, tiled=True)
+    return whole
 
 
 def _is_later(value: object) -> TypeGuard[GatheredLater]:
