@@ -20,6 +20,10 @@ _STATIC = {
 }
 
 
+_OF_PYTHON = {"getattr", "hasattr", "isinstance", "len"}
+"""Functions whose results are no tensors, whatever they take."""
+
+
 @final
 class TensorNames(cst.CSTVisitor):
     """Collects the names in a function that may be tensors: its parameters, and results of TensorFlow.
@@ -42,8 +46,15 @@ class TensorNames(cst.CSTVisitor):
 
     @override
     def visit_Assign(self, node: cst.Assign) -> None:
-        if has_result(node.value, self._path, self.results):
+        if has_result(node.value, self._path, self.results) or self._is_of_tensors(node.value):
             self.results |= {dotted(target.target) for target in node.targets} - {""}
+
+    def _is_of_tensors(self, value: cst.BaseExpression) -> bool:
+        """Whether a function that is not known, such as a model or `strategy.reduce`, computes a value from tensors."""
+        if not isinstance(value, cst.Call) or dotted(value.func) in _OF_PYTHON:
+            return False
+        tensors = self.parameters | self.results
+        return any(has_result(argument.value, self._path, tensors) for argument in value.args)
 
 
 def has_result(node: cst.BaseExpression, path: Callable[[cst.BaseExpression], str], results: set[str]) -> bool:
@@ -82,7 +93,7 @@ class _Search(cst.CSTVisitor):
     def visit_Call(self, node: cst.Call) -> bool:
         path = self._path(node.func)
         self.has_result |= bool(path) and path not in _STATIC and not path.startswith(("tf.keras", "tf.data"))
-        return dotted(node.func) not in {"isinstance", "len", "hasattr", "getattr"} and path not in _STATIC
+        return dotted(node.func) not in _OF_PYTHON and path not in _STATIC
 
     @override
     def visit_Attribute(self, node: cst.Attribute) -> bool:
