@@ -7,12 +7,21 @@ import subprocess
 import sys
 import time
 
+import psutil
 import pytest
 
 pytestmark = pytest.mark.slow
 pytest.importorskip("ray")
 
 DEADLINE_S = 300
+
+
+def is_there(pid):
+    """Whether a process runs. One that has ended may wait for its parent, which is this process if its own has ended."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 # Each node has two cores. The second one is removed and made by what comes from the standard input.
@@ -116,6 +125,7 @@ def test_output_exit_code_and_restarts(phalanx_run, output):
     assert len(re.findall(r"^worker 1 failed first: it exited with code 3", output(), re.M)) == 2
 
 
+@pytest.mark.exhaustive("test_output_exit_code_and_restarts")
 def test_signals_reach_the_processes(phalanx_run, output, tmp_path):
     """SIGTERM to the launcher gives them time to save. `kill -9` of the launcher ends them too."""
     script = RANK + (
@@ -131,9 +141,10 @@ def test_signals_reach_the_processes(phalanx_run, output, tmp_path):
     process = phalanx_run(script, "--workers", "2")
     wait_until(lambda: len(pids()) == 2, output)
     process.kill()
-    wait_until(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in pids()), output)
+    wait_until(lambda: not any(is_there(int(pid)) for pid in pids()), output)
 
 
+@pytest.mark.exhaustive("test_output_exit_code_and_restarts")
 def test_workers_find_each_other(phalanx_run, output):
     """All checks of the doctor pass, so a training would start."""
     process = phalanx_run(
@@ -174,6 +185,7 @@ print("size", own.meet(call=0, progress=[1]).size, flush=True)
 """
 
 
+@pytest.mark.exhaustive("test_output_exit_code_and_restarts")
 def test_elastic_group_loses_a_node(phalanx_run, output, cluster, tmp_path):
     """The others go on, and the group ends with them although no node has a place for another worker."""
     cluster.tell("add")
