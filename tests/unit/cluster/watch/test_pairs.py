@@ -89,13 +89,19 @@ def test_addresses_that_a_router_changes(group):
     assert not found.pairs.strangers
 
 
-def test_rank_that_has_ended_answers_no_more(group):
+def test_connections_of_a_rank_that_has_ended(group):
+    """Nobody claims them any more, so nothing ends, whoever has answered, and nobody is asked again."""
     found = group(1)
     found.pairs.look()
     found.pairs.look()
     found.answer(1, [], 0)
     found.pairs.lose(2)
-    assert found.pairs.strangers
+    found.pairs.look()
+    found.pairs.look()
+    found.pairs.confirm(60.0)
+    assert not found.told
+    assert found.pairs.strangers == []
+    assert len(found.said) == 1
 
 
 def test_questions_go_through_rank_0(group):

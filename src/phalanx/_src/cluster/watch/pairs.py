@@ -40,7 +40,6 @@ class Pairs:
         tell: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        # Rank 0 knows of the end of each. The others are connected with rank 0 only, and leave the connections alone after another one has ended.
         self._rank, self._others, self._say, self._clock = rank, {*range(size)} - {rank}, say, clock
         self._places: set[End] = set()
         self._changed = threading.Condition()
@@ -50,6 +49,7 @@ class Pairs:
         self._asked: set[End] = set()
         self._claimed: set[End] = set()
         self._reached = 0
+        self._has_lost = False
         self._answered: set[int] = set()
         self._strangers = Strangers(f"the port of rank {rank} for arrays", tell, clock)
 
@@ -69,6 +69,8 @@ class Pairs:
         deadline_s = self._clock() + timeout_s
         while (left_s := deadline_s - self._clock()) > 0:
             with self._changed:
+                if self._has_lost:
+                    return
                 if not self._asked:
                     if not (unknown := self._arrived() - self._known - self._ended):
                         return
@@ -78,6 +80,8 @@ class Pairs:
     def look(self) -> None:
         """Asks whose the connections are that were here at the last look already. Call it once in a while."""
         with self._changed:
+            if self._has_lost:
+                return
             arrived = self._arrived()
             # A port may be used again, by another process, once its connection has ended.
             self._known &= arrived
@@ -105,10 +109,13 @@ class Pairs:
             self._pass(message)
 
     def lose(self, rank: int) -> None:
-        """Expects no answer of a process that has ended."""
+        """Leaves all connections alone from now on: nobody claims those of a process that has ended, and the group ends or forms anew.
+
+        Rank 0 knows of the end of each. The others are connected with rank 0 only, and get no answer any more.
+        """
         with self._changed:
-            self._others.discard(rank)
-            self._settle()
+            self._has_lost, self._asked = True, set()
+            self._changed.notify_all()
 
     def _arrived(self) -> set[End]:
         ports = {port for _, port in self._places}
@@ -122,8 +129,6 @@ class Pairs:
         self._reached = sum(other in self._places for _, other in all_ends)
         question = {"whose": sorted(self._asked), "at": sorted(self._places), "rank": self._rank}
         self._say({"pairs": question}, None)
-        # In a group whose others have all ended, nobody answers.
-        self._settle()
 
     def _pass(self, answer: Message) -> None:
         """Takes an answer, or sends it on."""
