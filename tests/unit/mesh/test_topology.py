@@ -85,6 +85,21 @@ def test_processes_that_share_one_replica_of_several():
         Topology(devices, (("model", 2),))
 
 
+@pytest.mark.parametrize(
+    ("processes", "per_replica", "rows_of"),
+    [
+        pytest.param([0, 0, 1, 1], 1, (0, 1), id="replicas of one device"),
+        pytest.param([1, 1, 0, 0], 2, (0, 1), id="the second process first"),
+        pytest.param([0, 1, 2, 3], 2, (0, 2), id="two processes have one replica"),
+        pytest.param([0, 1, 2, 3], 4, (0,), id="all have one replica"),
+    ],
+)
+def test_processes_that_read_rows(processes, per_replica, rows_of):
+    """Those that run the same replicas read the same rows, as one input worker."""
+    devices = tuple(_device(f"tpu:{i}", process=process) for i, process in enumerate(processes))
+    assert Topology(devices, (("model", per_replica),)).input_workers == rows_of
+
+
 def test_default_strategy_places_nothing():
     """Its topology is a null object: one replica, and values come back as they are."""
     nowhere = phalanx.get_strategy().topology

@@ -460,7 +460,8 @@ class Topology:
         return NamedSharding(self.mesh, partition_spec(REPLICA_AXIS))
 
     def _require_own_rows(self) -> None:
-        for first, second in itertools.pairwise(map(self._replicas_of, self.workers)):
+        replicas = sorted(map(self._replicas_of, self.workers), key=lambda each: (each.start, each.stop))
+        for first, second in itertools.pairwise(replicas):
             if first != second and second.start < first.stop:
                 shared = list(map(device_name, self.devices_of(second.start)))
                 raise DeviceError(
