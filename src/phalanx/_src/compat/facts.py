@@ -12,7 +12,7 @@ from phalanx.errors.frames import Place
 
 
 @dataclass(slots=True)
-class Facts:
+class ObjectFacts:
     """The facts about one variable, or about one layer.
 
     Attributes:
@@ -42,23 +42,23 @@ class Facts:
     chosen_name: str | None = None
 
 
-_NOTHING = Facts()
+_NOTHING = ObjectFacts()
 # By id, because variables compare by their values.
-_facts: dict[int, tuple[weakref.ref[Any], Facts]] = {}
+_facts: dict[int, tuple[weakref.ref[Any], ObjectFacts]] = {}
 
 
-def facts_of(owner: object) -> Facts:
+def facts_of(owner: object) -> ObjectFacts:
     """Returns what is known about a variable or a layer, to read it."""
     known = _facts.get(id(owner))
     # A copy of a variable, and a variable at the address of one that is being collected, have no facts.
     return known[1] if known is not None and known[0]() is owner else _NOTHING
 
 
-def note_facts(owner: object) -> Facts:
+def note_facts(owner: object) -> ObjectFacts:
     """Returns what is known about a variable or a layer, to add to it."""
     facts = facts_of(owner)
     if facts is _NOTHING:
-        facts, key = Facts(), id(owner)
+        facts, key = ObjectFacts(), id(owner)
         _facts[key] = (weakref.ref(owner, lambda reference: _forget(key, reference)), facts)
     return facts
 
