@@ -95,7 +95,7 @@ def _with_shards(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, values: list[Any]) -> list
             shard = value.array
             if beside is not None:
                 # The operation reads what has passed the barrier. A barrier with an array that nobody reads behind it, such as the input
-                # of the operation before, lets libtpu 0.0.42 compile for ever.
+                # of the operation before, lets libtpu 0.0.42 compile without end.
                 shard, values[beside] = optimization_barrier((shard, values[beside]))
             values[i] = _gathered(value._replace(array=shard))
     return evaluate_alone(jaxpr, eqn, values)

@@ -109,7 +109,7 @@ class Pairs:
             self._pass(message)
 
     def lose(self, rank: int) -> None:
-        """Leaves all connections alone from now on: nobody claims those of a process that has ended, and the group ends or forms anew.
+        """Leaves all connections alone from now on: nobody claims those of a process that has ended, and the group ends, or another one forms.
 
         Rank 0 knows of the end of each. The others are connected with rank 0 only, and get no answer any more.
         """
