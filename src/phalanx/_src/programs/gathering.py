@@ -21,7 +21,7 @@ from jax.extend import core as jex
 from phalanx._src.compat import Variable, dtype_of, layout_path
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.mesh.topology import Topology
-from phalanx._src.programs.stages import evaluate_alone
+from phalanx._src.programs.stages import consts_of, evaluate_alone, walk
 from phalanx._src.tracing.policy import policy_of
 from phalanx._src.typed_jax import optimization_barrier, shape_dtype
 
@@ -61,18 +61,12 @@ def dims_of(variables: Sequence[Variable], topology: Topology) -> list[int | Non
 
 def evaluate(closed: jex.ClosedJaxpr, *inputs: jax.Array | GatheredLater) -> list[jax.Array]:
     """Evaluates a trace, some of whose inputs are a `GatheredLater` of what the trace takes."""
-    return list(map(_gathered, _run(closed.jaxpr, closed.consts, inputs)))
+    return list(map(_gathered, walk(closed.jaxpr, closed.consts, inputs, _evaluate_one)))
 
 
-def _run(jaxpr: jex.Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
-    """Evaluates a trace, and returns its outputs: arrays, and shards."""
-    env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
-    value = lambda v: v.val if isinstance(v, jex.Literal) else env[v]  # noqa: E731
-    for eqn in jaxpr.eqns:
-        values = list(map(value, eqn.invars))
-        evaluate_one = _with_shards if any(map(_is_later, values)) else evaluate_alone
-        env.update(zip(eqn.outvars, evaluate_one(jaxpr, eqn, values), strict=True))
-    return list(map(value, jaxpr.outvars))
+def _evaluate_one(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
+    """Evaluates an operation, and returns its results: arrays, and shards."""
+    return (_with_shards if any(map(_is_later, values)) else evaluate_alone)(jaxpr, eqn, values)
 
 
 def _with_shards(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
@@ -80,8 +74,7 @@ def _with_shards(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, values: list[Any]) -> list
     name, first = eqn.primitive.name, values[0]
     if name in _CALLS:
         (inner,) = jex.jaxprs_in_params(eqn.params)
-        closed = next(x for x in eqn.params.values() if isinstance(x, jex.ClosedJaxpr))
-        return _run(inner, closed.consts, values)
+        return walk(inner, consts_of(eqn), values, _evaluate_one)
     # These move no element from one replica to another. A cast to a shorter dtype comes before the gather.
     if name == "convert_element_type":
         return [GatheredLater(lax.convert_element_type(first.array, eqn.params["new_dtype"]), first.dim)]

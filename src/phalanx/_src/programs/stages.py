@@ -349,16 +349,34 @@ def _is_communicating_call(eqn: jex.JaxprEqn) -> bool:
 
 def _inlined(jaxpr: jex.Jaxpr, consts: Sequence[Any], inputs: Sequence[Any]) -> list[Any]:
     """Evaluates a trace, and traces of calls inside it in which replicas communicate, equation by equation."""
+
+    def evaluate_one(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
+        if _is_communicating_call(eqn):
+            (inner,) = jex.jaxprs_in_params(eqn.params)
+            return _inlined(inner, consts_of(eqn), values)
+        return evaluate_alone(jaxpr, eqn, values)
+
+    return walk(jaxpr, consts, inputs, evaluate_one)
+
+
+def walk(
+    jaxpr: jex.Jaxpr,
+    consts: Sequence[Any],
+    inputs: Sequence[Any],
+    evaluate_one: Callable[[jex.Jaxpr, jex.JaxprEqn, list[Any]], list[Any]],
+) -> list[Any]:
+    """Evaluates a trace equation by equation, and returns its outputs.
+
+    Args:
+      jaxpr: the trace.
+      consts: the values of its constants.
+      inputs: the values of its inputs.
+      evaluate_one: returns the results of an equation, given the trace, the equation, and the values of its inputs.
+    """
     env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *inputs], strict=True))
     value = lambda v: v.val if isinstance(v, jex.Literal) else env[v]  # noqa: E731
     for eqn in jaxpr.eqns:
-        values = list(map(value, eqn.invars))
-        if _is_communicating_call(eqn):
-            (inner,) = jex.jaxprs_in_params(eqn.params)
-            results = _inlined(inner, _consts_of(eqn), values)
-        else:
-            results = evaluate_alone(jaxpr, eqn, values)
-        env.update(zip(eqn.outvars, results, strict=True))
+        env.update(zip(eqn.outvars, evaluate_one(jaxpr, eqn, list(map(value, eqn.invars))), strict=True))
     return list(map(value, jaxpr.outvars))
 
 
@@ -375,7 +393,8 @@ def evaluate_alone(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, values: Sequence[Any]) -
     return _evaluate(one, [], *inputs.values())
 
 
-def _consts_of(eqn: jex.JaxprEqn) -> Sequence[Any]:
+def consts_of(eqn: jex.JaxprEqn) -> Sequence[Any]:
+    """Returns the values of the constants of the trace that a call evaluates."""
     closed = next((x for x in eqn.params.values() if isinstance(x, jex.ClosedJaxpr)), None)
     return () if closed is None else closed.consts
 
