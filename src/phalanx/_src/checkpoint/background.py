@@ -47,14 +47,36 @@ def expect(file: Path, write_first: Callable[[], None]) -> None:
 
 def _arrive(file: Path) -> None:
     """Waits for a file, as long as a process writes it and none expects another one."""
-    seen, since_s = -1, time.monotonic()
-    while not file.exists() and threading.current_thread() is _writing and threading.main_thread().is_alive():
-        size = sum(part.stat().st_size for part in file.parent.glob(f".{file.name}.*.part") if part.exists())
-        if size != seen:
-            seen, since_s = size, time.monotonic()
-        elif time.monotonic() - since_s > _SILENCE_S:
-            return  # Its process has ended, or writes where this one does not see it. Others tell of the former.
+
+    def has_ended() -> bool:
+        is_wanted = threading.current_thread() is _writing and threading.main_thread().is_alive()
+        return file.exists() or not is_wanted
+
+    # If nothing grows, its process has ended, or writes where this one does not see it. Others tell of the former.
+    _wait_while_written(has_ended, file.parent, f".{file.name}.*.part", _SILENCE_S)
+
+
+def _wait_while_written(has_ended: Callable[[], bool], folder: Path, parts: str, silence_s: float) -> bool:
+    """Waits as long as the unfinished files of a folder grow.
+
+    Args:
+      has_ended: whether there is nothing more to wait for.
+      folder: the folder.
+      parts: the pattern of the names of the unfinished files.
+      silence_s: time in seconds in which they must grow.
+
+    Returns:
+      Whether there is nothing more to wait for.
+    """
+    size, since_s = -1, time.monotonic()
+    while not has_ended():
+        written = sum(part.stat().st_size for part in folder.glob(parts) if part.exists())
+        if written != size:
+            size, since_s = written, time.monotonic()
+        elif time.monotonic() - since_s > silence_s:
+            return False
         time.sleep(_POLL_S)
+    return True
 
 
 _PIECES_S = 60.0
@@ -74,18 +96,17 @@ def sums_of_pieces(file: Path, ranks: Sequence[int]) -> dict[str, str]:
     Raises:
       CheckpointError: a process does not write, or writes where this one does not see it.
     """
-    size, since_s = -1, time.monotonic()
-    while missing := [rank for rank in ranks if not shards.file_of_rank(file, rank).exists()]:
-        written = sum(part.stat().st_size for part in shards.folder_of(file).glob(".*.part") if part.exists())
-        if written != size:
-            size, since_s = written, time.monotonic()
-        elif time.monotonic() - since_s > _PIECES_S:
-            raise CheckpointError(
-                f"a checkpoint as {file}",
-                f"rank {missing[0]} has not written {shards.file_of_rank(file, missing[0])}, as far as this machine sees.",
-                "a folder that all machines share, because each process writes the shards that it holds",
-            )
-        time.sleep(_POLL_S)
+
+    def missing() -> list[int]:
+        return [rank for rank in ranks if not shards.file_of_rank(file, rank).exists()]
+
+    is_complete = _wait_while_written(lambda: not missing(), shards.folder_of(file), ".*.part", _PIECES_S)
+    if not is_complete and (left := missing()):
+        raise CheckpointError(
+            f"a checkpoint as {file}",
+            f"rank {left[0]} has not written {shards.file_of_rank(file, left[0])}, as far as this machine sees.",
+            "a folder that all machines share, because each process writes the shards that it holds",
+        )
     return {str(rank): sum_of_contents(shards.file_of_rank(file, rank)) for rank in ranks}
 
 

@@ -284,9 +284,8 @@ class Checkpoint(Holder):
                 background.wait()
                 before(file)
                 refuse_existing(file)
-                shards.delete_pieces(
-                    shards.folder_of(file)
-                )  # What a process that was killed has left. It would pass for pieces of the new one.
+                # What a process that was killed has left would pass for pieces of the new one.
+                shards.delete_pieces(shards.folder_of(file))
 
         try:
             with _ExclusiveCall(call):
