@@ -212,7 +212,7 @@ def _counted(variables: int) -> str:
 
 def _copies(variable: Variable, topology: Topology) -> list[Any]:
     """Returns the copy of a variable on each local device, replica by replica."""
-    value, devices = raw_value(variable), [d for i in topology.local_replicas for d in topology.local_devices_of(i)]
+    value, devices = raw_value(variable), topology.devices_here
     path = compat.layout_path(variable)
     if topology.divided_dim(path, variable.shape) is not None:
         # Each replica holds a different shard, so there are no copies to compare.

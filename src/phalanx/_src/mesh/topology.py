@@ -216,9 +216,14 @@ class Topology:
         """Whether this process writes the files of all workers. One that waits to join running workers does not."""
         return self.worker_index == 0 and not membership.is_late()
 
+    @cached_property
+    def devices_here(self) -> tuple[jax.Device, ...]:
+        """The devices of this process, replica by replica."""
+        return tuple(d for d in self.devices if d.process_index == self.workers[self.worker_index])
+
     def local_devices_of(self, replica: int) -> list[jax.Device]:
         """Returns the devices of a replica that belong to this process."""
-        return [d for d in self.devices_of(replica) if d.process_index == self.workers[self.worker_index]]
+        return [d for d in self.devices_of(replica) if d in self.devices_here]
 
     @cached_property
     def local_devices(self) -> tuple[jax.Device, ...]:
@@ -317,7 +322,7 @@ class Topology:
         # `device_put` would communicate with the other processes, to compare the values.
         if isinstance(value, jax.Array) and value.sharding == self.replicated:
             return value
-        parts = [jax.device_put(value, device) for i in self.local_replicas for device in self.local_devices_of(i)]
+        parts = [jax.device_put(value, device) for device in self.devices_here]
         return jax.make_array_from_single_device_arrays(np.shape(value), self.replicated, parts)
 
     def from_chief(self, values: list[Any]) -> list[Any]:
@@ -340,8 +345,7 @@ class Topology:
             # The value on one device, and zeros on all others.
             parts = [
                 jax.device_put(value[None] if d == device else np.zeros((1, *value.shape), value.dtype), d)
-                for i in self.local_replicas
-                for d in self.local_devices_of(i)
+                for d in self.devices_here
             ]
             shape = (len(self.devices), *value.shape)
             rows.append(jax.make_array_from_single_device_arrays(shape, per_device, parts))
