@@ -14,16 +14,17 @@ from typing import Any, NamedTuple, Self, final
 import jax
 import numpy as np
 
-from phalanx._src import compat
 from phalanx._src.compat import Variable, raw_value
 from phalanx._src.input.distributed import DistributedDataset
 from phalanx._src.input.iterator import DistributedIterator
 from phalanx._src.input.state import from_text, to_text
 from phalanx._src.mesh import device_assignment, tpu_system
+from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.mesh.values import is_distributed
 from phalanx._src.programs.slots import slot_of
 from phalanx._src.tools.describe import variables_of
+from phalanx._src.tracing.update_sharding import sharding_of
 from phalanx.errors import DivergenceError, InvalidArgumentError, StartupError, arguments, shown
 from phalanx.errors.names import suggest_names
 from phalanx.typing import PyTree
@@ -213,11 +214,11 @@ def _counted(variables: int) -> str:
 def _copies(variable: Variable, topology: Topology) -> list[Any]:
     """Returns the copy of a variable on each local device, replica by replica."""
     value, devices = raw_value(variable), topology.devices_here
-    path = compat.layout_path(variable)
-    if topology.divided_dim(path, variable.shape) is not None:
+    home = sharding_of(topology, variable)
+    if REPLICA_AXIS in home.spec:
         # Each replica holds a different shard, so there are no copies to compare.
         return [np.zeros(0)] * len(devices)
-    if not isinstance(value, jax.Array) or value.sharding != topology.sharding_of(path, variable.shape):
+    if not isinstance(value, jax.Array) or value.sharding != home:
         return [value] * len(devices)
     shards = {s.device: s.data for s in value.addressable_shards}
     return [shards[d] for d in devices]

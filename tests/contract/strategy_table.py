@@ -62,6 +62,11 @@ def sharded(count: int, gather: Literal["layer", "step"]) -> Callable[[], phalan
     return lambda: phalanx.MirroredStrategy(devices(count), layout=layout)
 
 
+def update_sharding(count: int) -> Callable[[], phalanx.Strategy]:
+    """A row of replicas that hold whole variables, and update shards of them."""
+    return lambda: phalanx.MirroredStrategy(devices(count), weight_update_sharding=True)
+
+
 def local_sgd(count: int) -> Callable[[], phalanx.Strategy]:
     """One synchronization per step, so that a linear optimizer trains as if gradients were aggregated."""
     local_updates = phalanx.experimental.LocalSGD(every=1)
@@ -99,6 +104,7 @@ ROWS: dict[str, Callable[[], phalanx.Strategy]] = {
     "tpu_x4_of_2": tpu((1, 1, 2), 4),
     "tpu_x2_of_4": tpu((1, 2, 2), 2),
     "mirrored_x2_of_2": model_parallel(2, 2),
+    "update_sharding_x2": update_sharding(2),
     "local_sgd_x2": local_sgd(2),
     "weighted_x3": weighted([3, 1, 2]),
     "compressed_x2": compressed(2),

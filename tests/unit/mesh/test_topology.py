@@ -111,6 +111,6 @@ def test_default_strategy_places_nothing():
     assert (nowhere.num_replicas, nowhere.num_workers, nowhere.worker_index) == (1, 1, 0)
     assert list(nowhere.local_replicas) == [0]
     assert nowhere.put_replicated(value) is value
-    assert nowhere.put_variable(value, "path") is value
+    assert nowhere.put_variable(value, nowhere.sharding_of("path", (1,))) is value
     assert nowhere.divided_dim("path", (2,)) is None
     assert nowhere.devices == nowhere.first_devices == nowhere.local_devices == ()

@@ -26,6 +26,8 @@ class ObjectFacts:
       outer: variable whose value is read outside the replicas instead of the mean of the replicas' values.
       reference: variable that a slot belongs to. Weak, so that a slot does not keep a dropped model alive.
       layout_path: path that decides the sharding of a slot: the path of the trained variable. None for its own path.
+      is_elementwise: whether an update of a slot, and of its variable, uses each element of both without the others.
+      is_scaled: whether a loss-scaling optimizer applies this one, which needs all gradients at once.
       chosen_name: name that a program or a file has given a layer, if it looks as if Keras had numbered it.
     """
 
@@ -39,6 +41,8 @@ class ObjectFacts:
     outer: Variable | None = None
     reference: weakref.ref[Variable] | None = None
     layout_path: str | None = None
+    is_elementwise: bool = False
+    is_scaled: bool = False
     chosen_name: str | None = None
 
 

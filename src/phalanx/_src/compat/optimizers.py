@@ -112,6 +112,41 @@ def restricted(optimizer: keras.optimizers.Optimizer, variables: Sequence[Variab
         vars(one).update({name: attributes[name] for name in parts})
 
 
+_ELEMENTWISE = frozenset(
+    (
+        keras.optimizers.SGD,
+        keras.optimizers.Adam,
+        keras.optimizers.AdamW,
+        keras.optimizers.Adamax,
+        keras.optimizers.Nadam,
+        keras.optimizers.Adagrad,
+        keras.optimizers.Adadelta,
+        keras.optimizers.RMSprop,
+        keras.optimizers.Ftrl,
+        keras.optimizers.Lion,
+    )
+)
+"""Classes, and not their subclasses, which may do anything."""
+
+
+def updates_elementwise(optimizer: keras.optimizers.Optimizer, variable: Variable) -> bool:
+    """Returns whether an optimizer updates each element of a variable without the other elements, as norms would need them."""
+    return (
+        type(optimizer) in _ELEMENTWISE
+        and optimizer.clipnorm is None
+        and optimizer.global_clipnorm is None
+        and not optimizer.use_ema
+        and not accumulation_steps(optimizer)
+        and not facts_of(optimizer).is_scaled
+        and getattr(variable, "constraint", None) is None
+    )
+
+
+def is_elementwise(slot: Variable) -> bool:
+    """Returns whether an update of a slot uses each of its elements without the others. False for other variables."""
+    return facts_of(slot).is_elementwise
+
+
 def clipped(optimizer: keras.optimizers.Optimizer, grads: Sequence[Any]) -> Sequence[Any]:
     """Returns gradients clipped as the optimizer would clip them, so that clipping them once more changes nothing."""
     # Clipping applies to the unscaled gradients, but `apply` expects them scaled by the loss scale.
@@ -257,9 +292,23 @@ def _add_slot(
     **kwargs: PyTree,
 ) -> Variable:
     slot = original(self, reference_variable, *args, **kwargs)
+    facts = note_facts(slot)
     # The path of a slot contains the path of its variable with other separators, so it cannot be looked up by path.
-    note_facts(slot).layout_path = layout_path(reference_variable)
+    facts.layout_path = layout_path(reference_variable)
+    facts.is_elementwise = updates_elementwise(self, reference_variable)
     return slot
+
+
+@extend(keras.optimizers.LossScaleOptimizer, "__init__")
+def _init_scaling(
+    original: Callable[..., None],
+    self: keras.optimizers.LossScaleOptimizer,
+    inner_optimizer: keras.optimizers.Optimizer,
+    *args: PyTree,
+    **kwargs: PyTree,
+) -> None:
+    original(self, inner_optimizer, *args, **kwargs)
+    note_facts(inner_optimizer).is_scaled = True
 
 
 extend(keras.optimizers.LossScaleOptimizer, "apply")(_apply)

@@ -38,6 +38,9 @@ from phalanx._src.typed_jax import partition_spec
 from phalanx.errors import ContextError, DeviceError, DivergenceError, InvalidArgumentError, arguments, shown
 from phalanx.typing import PyTree
 
+_LARGE_BYTES = 1 << 18
+"""The size from which the update of a variable is sharded over the replicas. Two more operations for a smaller one cost what they save."""
+
 _MODEL_AXIS = 'model_axis=("model", 2)'
 
 
@@ -88,6 +91,8 @@ class Topology:
       axes: names and sizes of the mesh axes over which XLA partitions a replica. Empty if a replica has one device.
       layout: the layout that shards variables over mesh axes. None if every device holds all variables whole.
       source: index of the worker from which the others take the values of variables that are not on these devices yet.
+      update_sharding: whether each replica updates its shard of a large variable, and holds only that shard of the optimizer's slots.
+        None leaves it to the platform and to the size of the variable.
       shares: the replicas' shares of a global batch.
 
     Raises:
@@ -106,6 +111,7 @@ class Topology:
     axes: tuple[tuple[str, int], ...] = ()
     layout: AbstractLayout | None = None
     source: int = 0
+    update_sharding: bool | None = False
     shares: Shares = field(default_factory=Shares, compare=False, repr=False)
     has_devices: ClassVar[bool] = True
     """Whether the topology places values on its own devices."""
@@ -142,6 +148,7 @@ class Topology:
         *,
         axes: tuple[tuple[str, int], ...] = (),
         layout: AbstractLayout | None = None,
+        update_sharding: bool | None = False,
     ) -> "Topology":
         """Returns a topology over the given devices.
 
@@ -149,14 +156,15 @@ class Topology:
           devices: a list of devices or names, or a number of local devices. None takes all local devices.
           axes: see `Topology`.
           layout: see `Topology`.
+          update_sharding: see `Topology`.
 
         Raises:
           DeviceError: `devices` is neither a list nor a number, or a device does not exist.
         """
         if devices is None:
-            return cls(tuple(default_devices()), axes, layout)
+            devices = default_devices()
         if arguments.is_integer(devices):
-            return cls(first_devices(devices), axes, layout)
+            devices = first_devices(devices)
         if not isinstance(devices, (list, tuple)):
             hint = 'devices=["cpu:0", "cpu:1"]'
             if isinstance(devices, str) and devices.isdecimal():
@@ -164,7 +172,8 @@ class Topology:
             elif isinstance(devices, (str, jax.Device)):
                 hint = f"devices=[{shown(devices)}, ...], one list with all devices"
             raise DeviceError(f"devices={shown(devices)}", "must be a list of devices or a number of devices.", hint)
-        return cls(tuple(map(parse_device, devices)), axes, layout)
+        chosen = tuple(map(parse_device, devices))
+        return cls(chosen, axes, layout, update_sharding=update_sharding)
 
     @cached_property
     def num_replicas(self) -> int:
@@ -439,6 +448,20 @@ class Topology:
         spec = self.layout.spec(path, tuple(shape), dict(self.mesh.shape))
         return self.replicated if spec == partition_spec() else NamedSharding(self.mesh, spec)
 
+    @cached_property
+    def shards_updates(self) -> bool:
+        """Whether the replicas share the updates of large variables."""
+        # Slots over several processes could not be read by one of them. On GPUs nobody has measured yet whether it is faster.
+        is_wanted = self.devices[0].platform != "gpu" if self.update_sharding is None else self.update_sharding
+        return is_wanted and self.num_workers == 1 and self.num_replicas > 1 and not self.axes and self.layout is None
+
+    def update_dim(self, shape: Sequence[int], itemsize: int) -> int | None:
+        """Returns the dim along which the update of a variable is sharded over the replicas. None if each of them updates it as a whole."""
+        num_bytes = math.prod(shape) * itemsize
+        if not self.shards_updates or num_bytes < (1 if self.update_sharding else _LARGE_BYTES):
+            return None
+        return next((dim for dim, size in enumerate(shape) if size % self.num_replicas == 0), None)
+
     @property
     def divides_over_replicas(self) -> bool:
         """Whether variables are sharded over the replicas."""
@@ -452,9 +475,8 @@ class Topology:
         dims = (names if isinstance(names, tuple) else (names,) for names in spec)
         return next((dim for dim, names in enumerate(dims) if REPLICA_AXIS in names), None)
 
-    def put_variable(self, value: ArrayLike, path: str) -> jax.Array:
+    def put_variable(self, value: ArrayLike, sharding: NamedSharding) -> jax.Array:
         """Places the value of a variable on the devices, with the sharding of the variable."""
-        sharding = self.replicated if self.layout is None else self.sharding_of(path, np.shape(value))
         placed: jax.Array = self.put_replicated(value) if sharding is self.replicated else put_shards(value, sharding)
         return placed
 
@@ -532,6 +554,8 @@ class Nowhere(Topology):
             axes=(),
             layout=None,
             source=0,
+            shards_updates=False,
+            replicated=None,
             shares=Shares(),
             num_replicas=1,
             is_single=True,
@@ -552,7 +576,7 @@ class Nowhere(Topology):
         return tree
 
     @override
-    def put_variable(self, value: ArrayLike, path: str) -> PyTree:
+    def put_variable(self, value: ArrayLike, sharding: NamedSharding) -> PyTree:
         return value
 
 

@@ -39,6 +39,7 @@ from phalanx._src.tracing.structure import (
     require_alive,
     require_returnable,
 )
+from phalanx._src.tracing.update_sharding import sharding_of
 from phalanx._src.typed_jax import block_until_ready, shape_dtype, with_sharding_constraint
 from phalanx.errors import ContextError, TraceError
 from phalanx.errors.deferred import failures, raise_deferred
@@ -483,7 +484,7 @@ def _homes(discovery: Discovery, topology: Topology) -> list[NamedSharding]:
     Raises:
       InvalidArgumentError: the program trains variables, and a rule of the layout matches none of them.
     """
-    homes = [topology.sharding_of(compat.layout_path(v), v.shape) for v in discovery.variables]
+    homes = [sharding_of(topology, v) for v in discovery.variables]
     if topology.layout is not None and discovery.optimizers:
         topology.layout.require_used()
     return [home for home, written in zip(homes, discovery.written, strict=True) if written]

@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental.layout import Layout
 from jax.sharding import PartitionSpec
 
-from phalanx._src.compat import dtype_of
+from phalanx._src.compat import dtype_of, is_new
 from phalanx._src.mesh.arrays import as_array, is_array
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.mesh.values import (
@@ -194,10 +194,9 @@ class _Run:
         is_one_step = self._steps is None and discovery.plan is None and not discovery.eager
         dims = gathering.dims_of(discovery.variables, topology) if is_one_step else [None] * len(entries)
         body = functools.partial(self._body, discovery, dims=dims)
-        specs = [partition_spec() if d is None else _along(d) for d in dims]
-        outputs = self._shard_map(body, (specs, True, True, False), _specs_of_outputs(discovery))(
-            [value for value, _ in taken], [parts for _, parts in taken], self._sharded, whole
-        )
+        outputs = self._shard_map(
+            body, (_specs_of_values(discovery, dims), True, True, False), _specs_of_outputs(discovery)
+        )([value for value, _ in taken], [parts for _, parts in taken], self._sharded, whole)
         results = outputs.results
         if topology.axes:
             # XLA may leave a result sharded over the devices of its replica. Users read results per replica, so gather them.
@@ -266,11 +265,17 @@ class _Run:
 
         sizes = functools.partial(own_rows.sizes_of_results, shares=self._shares, is_empty=self._is_empty)
         gathered = own_rows.Gathered(self._shares, self._is_empty)
-        while True:
+        traces = traces_of(gathered)
+        if any(map(is_new, traces[0].variables)):
+            # A trace that makes variables, for example those of an optimizer, uses them in another order than the traces after it.
             traces = traces_of(gathered)
+
+        def other_numbers() -> Iterable[int]:
             nests = [each.outputs.nest for each in traces]
-            if gathered.is_settled(place for nest in nests for place in nest.other_numbers(nests[0])):
-                break
+            return (place for nest in nests for place in nest.other_numbers(nests[0]))
+
+        while not gathered.is_settled(other_numbers()):
+            traces = traces_of(gathered)
         of_replicas = [(x, each) for x, each in zip(self._shares, traces, strict=True) if x.replicas]
         if refused := equality.differing([each.jaxpr for _, each in of_replicas if each.equal]):
             # A number of rows, for example.
@@ -308,7 +313,7 @@ class _Run:
             return jnp.zeros((1,))
 
         jax.eval_shape(
-            self._shard_map(body, (False, True, False), _along(0)),
+            self._shard_map(body, (list(map(_along, traces[0].dims)), True, False), _along(0)),
             values,
             [share.shapes(sharded) for share in used],
             whole,
@@ -551,9 +556,20 @@ class _Run:
 
 def _specs_of_outputs(discovery: Discovery) -> _ReplicaOutputs:
     """Returns the specs of the outputs of the replicas' programs."""
-    gradients = [[partition_spec() if d is None else _along(d) for d in u.dims] for u in discovery.updates]
     each, same = _along(0), partition_spec()
-    return _ReplicaOutputs(each, same, same, each, gradients, records=same, nest=same)
+    values = [_along(dim) for dim in itertools.compress(discovery.dims, discovery.written)]
+    gradients = [list(map(_along, u.dims)) for u in discovery.updates]
+    return _ReplicaOutputs(each, same, values, each, gradients, records=same, nest=same)
+
+
+def _specs_of_values(discovery: Discovery, gathered: Sequence[int | None]) -> list[PartitionSpec]:
+    """Returns the specs of the variables.
+
+    Args:
+      discovery: the trace.
+      gathered: for each variable that is gathered where it is used, the dim along which it is sharded.
+    """
+    return [_along(dim if later is None else later) for dim, later in zip(discovery.dims, gathered, strict=True)]
 
 
 def _always(record: Record) -> Record:
@@ -565,13 +581,14 @@ def _combine_at_boundary(entries: list[Entry], rows: ReplicaRows | None) -> list
     """Returns the value of each variable for all replicas. None for variables that several replicas combine on demand."""
     is_alone = lax.axis_size(REPLICA_AXIS) == 1
     diverged = [e for e in entries if (e.diverged or e.policy.is_local) and not e.policy.on_demand]
-    combined = dict(zip(map(id, diverged), combine(diverged, rows) if diverged else (), strict=True))
-    return [None if e.policy.on_demand and not is_alone else combined.get(id(e), e.value) for e in entries]
+    values = combine(diverged, rows) if diverged else ()
+    combined = {id(e): e.holding(x) for e, x in zip(diverged, values, strict=True)}
+    return [None if e.policy.on_demand and not is_alone else combined.get(id(e), e.held) for e in entries]
 
 
-def _along(dim: int) -> PartitionSpec:
-    """Returns the spec of an array that is sharded over the replicas along `dim`."""
-    return partition_spec(*(None,) * dim, REPLICA_AXIS)
+def _along(dim: int | None) -> PartitionSpec:
+    """Returns the spec of an array that is sharded over the replicas along `dim`. None for one that each of them has whole."""
+    return partition_spec() if dim is None else partition_spec(*(None,) * dim, REPLICA_AXIS)
 
 
 def _first(tree: PyTree) -> PyTree:

@@ -19,6 +19,7 @@ from phalanx._src.programs.slots import Shelf, Slot, parted, restored, slot_of
 from phalanx._src.programs.values import combine_on_demand
 from phalanx._src.tracing.policy import describe, initial_components, policy_of
 from phalanx._src.tracing.structure import refuse_outer_trace
+from phalanx._src.tracing.update_sharding import sharding_of
 from phalanx._src.typed_jax import shape_dtype
 from phalanx.errors import StateLostError, VariableError
 from phalanx.typing import PyTree
@@ -238,8 +239,7 @@ class _Variables:
     def _shape(self, variable: Variable) -> jax.ShapeDtypeStruct:
         shape, sharding = tuple(variable.shape), None
         if self._topology.has_devices:
-            path = compat.layout_path(variable)
-            sharding = self._topology.replicated if self._is_lent else self._topology.sharding_of(path, shape)
+            sharding = self._topology.replicated if self._is_lent else sharding_of(self._topology, variable)
         return shape_dtype(shape, compat.dtype_of(variable), sharding=sharding)
 
     def _placed(self) -> list[Any]:
@@ -302,7 +302,8 @@ class _Variables:
             parted.discard(array)
         values = topology.from_source([compat.raw_value(self.variables[i]) for i in local])
         placed = [
-            topology.put_variable(x, compat.layout_path(self.variables[i])) for i, x in zip(local, values, strict=True)
+            topology.put_variable(x, sharding_of(topology, self.variables[i]))
+            for i, x in zip(local, values, strict=True)
         ]
         for i, array in [*divided, *zip(local, placed, strict=True)]:
             compat.set_raw_values([self.variables[i]], [array])
@@ -340,7 +341,7 @@ class _Variables:
         if isinstance(array, jax.Array) and array.weak_type:
             # The value was a Python number. Programs return strongly typed arrays, so the next call would compile again.
             array = jax.lax.convert_element_type(array, array.dtype)
-        array = self._storage.put_variable(array, compat.layout_path(variable))
+        array = self._storage.put_variable(array, sharding_of(self._storage, variable))
         if isinstance(array, jax.core.Tracer):
             raise refuse_outer_trace()
         compat.set_raw_values([variable], [array])

@@ -166,7 +166,10 @@ def _traced_once(
 def _unequal(discovery: Discovery, differing: PyTree, *others: PyTree) -> set[str]:
     """Returns the descriptions of the variables that a replica assigns values that may differ between replicas."""
     variables = discovery.variables
-    are_equal = [i < len(variables) and not policy_of(variables[i]).is_local for i, _ in discovery.inputs]
+    are_equal = [
+        i < len(variables) and discovery.dims[i] is None and not policy_of(variables[i]).is_local
+        for i, _ in discovery.inputs
+    ]
     are_equal += [False] * len(jax.tree.leaves(differing)) + [True] * len(jax.tree.leaves(others))
     return equality.unequal(discovery.jaxpr, are_equal)
 

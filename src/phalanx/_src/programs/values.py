@@ -16,6 +16,7 @@ from phalanx._src.mesh.topology import Topology, whole
 from phalanx._src.programs.slots import forget, parted, restored, slot_of
 from phalanx._src.tracing.boundary import combined
 from phalanx._src.tracing.policy import Combine, policy_of
+from phalanx._src.tracing.update_sharding import sharding_of
 from phalanx._src.typed_jax import with_sharding_constraint
 
 
@@ -106,7 +107,7 @@ def put_values(values: Sequence[tuple[Variable, np.ndarray]], home: Topology | N
         if home is None:
             compat.set_raw_values([variable], [jax.device_put(value)])
             continue
-        array = home.put_variable(value, compat.layout_path(variable))
+        array = home.put_variable(value, sharding_of(home, variable))
         compat.set_raw_values([variable], [array])
         slot = slot_of(variable)
         slot.store(array, home)

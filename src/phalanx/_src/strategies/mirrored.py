@@ -13,7 +13,7 @@ from phalanx._src.collectives.local_updates import LocalUpdates
 from phalanx._src.mesh.layout import LayoutLike, layout_of
 from phalanx._src.mesh.topology import Topology, axes_of
 from phalanx._src.options import CommunicationOptions
-from phalanx._src.strategies.synchronous import SynchronousStrategy
+from phalanx._src.strategies.synchronous import SynchronousStrategy, update_sharding_of
 from phalanx.errors import InvalidArgumentError, shown
 
 
@@ -36,6 +36,10 @@ class MirroredStrategy(SynchronousStrategy):
       replica_weights: one number per replica, for devices of different speed: its share of each global batch is proportional to it.
         With "auto", the speeds are measured, and each iteration over a dataset begins with shares that follow them. None divides
         batches evenly.
+      weight_update_sharding: whether each replica updates its shard of a variable, and holds only that shard of the optimizer's slots.
+        Variables stay whole; results and checkpoints stay the same. None shards variables from 256 KiB on, on CPUs and TPUs, unless
+        another of these arguments needs whole gradients. It never concerns optimizers that need a variable as a whole: LAMB,
+        Adafactor, Muon, subclasses of users, and any with `clipnorm`, `global_clipnorm`, `use_ema` or accumulated gradients.
 
     Raises:
       DeviceError: this process does not have a device, or a device is listed twice.
@@ -61,8 +65,20 @@ class MirroredStrategy(SynchronousStrategy):
         layout: LayoutLike = None,
         local_updates: LocalUpdates | None = None,
         replica_weights: Sequence[float] | str | None = None,
+        weight_update_sharding: bool | None = None,
     ) -> None:
-        topology = Topology.of(devices, axes=axes_of(model_axis), layout=layout_of(layout))
+        topology = Topology.of(
+            devices,
+            axes=axes_of(model_axis),
+            layout=layout_of(layout),
+            update_sharding=update_sharding_of(
+                weight_update_sharding,
+                cross_device_ops,
+                communication_options,
+                local_updates,
+                layout if model_axis is None else model_axis,
+            ),
+        )
         if not isinstance(cross_device_ops, (CrossDeviceOps, NoneType)):
             raise InvalidArgumentError(
                 f"cross_device_ops={shown(cross_device_ops)}",

@@ -161,7 +161,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
     def _present_topology(self, source: int = 0, *, is_measured: bool = False) -> Topology:
         """Returns the topology of the present devices of JAX, whose replicas have equal shares of a batch at first."""
         shares = Shares(is_measured=is_measured)
-        topology = Topology(tuple(jax.devices()), self._axes, self._layout, source, shares)
+        topology = Topology(tuple(jax.devices()), self._axes, self._layout, source, shares=shares)
         if self._elastic.scale_batch and membership.is_elastic():
             shares.part = Fraction(topology.num_workers, membership.most_workers())
         return topology

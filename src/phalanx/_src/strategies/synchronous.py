@@ -132,6 +132,46 @@ def check_choices(
         _check_weights(replica_weights)
 
 
+def update_sharding_of(
+    choice: bool | None,
+    ops: CrossDeviceOps | None,
+    options: CommunicationOptions | None,
+    local_updates: LocalUpdates | None,
+    layout: object,
+) -> bool | None:
+    """Returns the `update_sharding` of a topology: whether updates are sharded, or None if that is left to the platform.
+
+    Args:
+      choice: the argument `weight_update_sharding` of a strategy.
+      ops: its argument `cross_device_ops`.
+      options: its argument `communication_options`.
+      local_updates: its argument `local_updates`.
+      layout: its argument `layout`, or `model_axis`.
+
+    Raises:
+      InvalidArgumentError: `choice` is not a bool or None, or another argument needs whole gradients.
+    """
+    if not isinstance(choice, bool | None):
+        raise InvalidArgumentError(
+            f"weight_update_sharding={shown(choice)}", "must be True, False or None.", "weight_update_sharding=True"
+        )
+    is_plain = options is None or not (options.compression or options.wire_dtype)
+    defaults = {
+        "cross_device_ops": ops is None,
+        "compression or wire_dtype": is_plain,
+        "local_updates": local_updates is None,
+        "layout or model_axis": layout is None,
+    }
+    needing = next((name for name, is_default in defaults.items() if not is_default), None)
+    if choice and needing is not None:
+        raise InvalidArgumentError(
+            f"weight_update_sharding=True with {needing}",
+            "both say what the replicas exchange of a gradient.",
+            "leave one of them out; layout=phalanx.fully_sharded() shards the variables too",
+        )
+    return False if needing is not None else choice
+
+
 def _check_weights(weights: object) -> None:
     is_auto = isinstance(weights, str) and weights == "auto"
     if not is_auto and not (isinstance(weights, (list, tuple)) and all(map(_is_positive, weights))):

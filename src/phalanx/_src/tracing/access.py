@@ -23,7 +23,7 @@ from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.options import ReduceOp
 from phalanx._src.tracing import context, equality
 from phalanx._src.tracing.boundary import combine, combined, first_component, mean_of_integers
-from phalanx._src.tracing.discovery import AbstractPass, Entry
+from phalanx._src.tracing.discovery import AbstractPass, Entry, ShardEntry
 from phalanx._src.tracing.policy import Combine, Write, describe, refuse_write
 from phalanx._src.tracing.structure import add_once
 from phalanx._src.typed_jax import get_opaque_trace_state, make_user_context
@@ -117,8 +117,9 @@ class VariableScope(compat.AbstractLiftScope):
         """Returns the entry of `variable`. The first use creates it."""
         entry = self.entries.get(id(variable))
         if entry is None:
-            initial = self.pass_.initial(variable)
-            entry = self.entries[id(variable)] = Entry(variable, initial, initial)
+            initial, dim = self.pass_.initial(variable), self.pass_.dim(variable)
+            entry = Entry(variable, initial, initial) if dim is None else ShardEntry(variable, initial, dim)
+            self.entries[id(variable)] = entry
             for watch in self.tapes:
                 watch([entry])
         return entry

@@ -21,7 +21,7 @@ from phalanx._src import compat
 from phalanx._src.compat import Variable
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.mesh.values import ComponentSizes
-from phalanx._src.tracing import draws, markers
+from phalanx._src.tracing import context, draws, markers, update_sharding
 from phalanx._src.tracing.draws import AbstractIterator, Draw
 from phalanx._src.tracing.policy import Policy, describe, policy_of
 from phalanx._src.tracing.strategy import AbstractStrategy, Update
@@ -76,6 +76,7 @@ class Discovery(Notes):
       has_tapes: whether the function enters a gradient tape.
       has_callback: whether the function calls back to Python while it runs.
       updates: optimizer updates that run after the program, without their gradients.
+      dims: per variable, the dim along which the replicas hold shards of it. None if each of them holds the whole.
       sizes: for a `Strategy.run` whose replicas have different numbers of rows, per result, the sizes of its components, or None.
       steps: for a `Strategy.run` of several steps, the number of steps that its arguments are stacked for; else None.
       plan: for such a `Strategy.run`, the program of a replica: a `programs.own_rows.DividedProgram`. None if replicas compute padding too.
@@ -91,6 +92,7 @@ class Discovery(Notes):
     has_tapes: bool
     has_callback: bool
     updates: list[Update]
+    dims: list[int | None]
     sizes: tuple[ComponentSizes | None, ...] = ()
     steps: int | None = None
     plan: Any = None
@@ -141,6 +143,7 @@ class Discovery(Notes):
             equal=notes.equal,
             # The gradients are tracers of the finished trace. Keeping them would keep the whole trace alive.
             updates=[replace(u, gradients=[]) for u in updates],
+            dims=[e.dim for e in entries],
         )
 
     def flat(self, values: Sequence[Any], parts: Sequence[Any], *args: PyTree) -> list[Any]:
@@ -224,6 +227,10 @@ class AbstractPass(ABC):
     def initial(self, variable: Variable) -> jax.Array:
         """Returns the value of `variable` at the start of the function."""
 
+    def dim(self, variable: Variable) -> int | None:
+        """Returns the dim along which the replicas hold shards of `variable`, which `initial` returns. None if they hold the whole."""
+        return None
+
     @abstractmethod
     def components(self, variable: Variable, num_replicas: int) -> jax.Array | None:
         """Returns the replicas' components of `variable`, (num_replicas, ...). None if its value determines them."""
@@ -291,7 +298,13 @@ class Tracing(AbstractPass):
         if isinstance(variable, compat.RowVariable) and self._mapped:
             # Also if a merge function, which sees the rows of all replicas, is the first to read it.
             shape = variable.shape_in_replica(lax.axis_size(REPLICA_AXIS))
+        elif (dim := self.dim(variable)) is not None:
+            shape = update_sharding.shape_of_shard(shape, dim)
         return self._input(variable, shape, is_component=False)
+
+    @override
+    def dim(self, variable: Variable) -> int | None:
+        return update_sharding.dim_of_slot(context.get_strategy().topology, variable) if self._mapped else None
 
     @override
     def components(self, variable: Variable, num_replicas: int) -> jax.Array | None:
@@ -366,6 +379,7 @@ class Executing(AbstractPass):
         self.discovery = discovery
         self._values = dict(zip(map(id, discovery.variables), values, strict=True))
         self._parts = dict(zip(map(id, discovery.variables), parts, strict=False))
+        self._dims = dict(zip(map(id, discovery.variables), discovery.dims, strict=True))
         self._connected = iter(discovery.connected)
         self._gradients, self._runs = iter(gradients), iter(discovery.runs)
 
@@ -376,6 +390,10 @@ class Executing(AbstractPass):
             raise DiscoveryMismatch(variable)
         value: jax.Array = self._values[id(variable)]
         return value
+
+    @override
+    def dim(self, variable: Variable) -> int | None:
+        return self._dims[id(variable)]
 
     @override
     def components(self, variable: Variable, num_replicas: int) -> jax.Array | None:
@@ -464,6 +482,73 @@ class Entry:
     def policy(self) -> Policy:
         """The row of the policy table for this variable."""
         return policy_of(self.variable)
+
+    @property
+    def dim(self) -> int | None:
+        """The dim along which the replicas hold shards of the variable. None if each of them holds the whole."""
+        return None
+
+    @property
+    def held(self) -> jax.Array:
+        """What this replica holds of the variable."""
+        return self.value
+
+    def holding(self, value: jax.Array) -> jax.Array:
+        """Returns what this replica holds of a value of the variable."""
+        return value
+
+    def shard(self, dim: int) -> jax.Array:
+        """Returns this replica's shard of the current value."""
+        return update_sharding.shard_of(self.value, dim)
+
+    def put_shard(self, shard: jax.Array, dim: int) -> None:
+        """Sets the value of which this is the replica's shard."""
+        self.written = True
+        self.replace(update_sharding.whole_of(shard, dim))
+
+
+class ShardEntry(Entry):
+    """The state of a slot of which each replica holds a shard. Its value is the whole, which only those gather that ask for it.
+
+    Args:
+      variable: the slot.
+      shard: this replica's shard of its value at the start of the function.
+      dim: the dim along which it is divided.
+    """
+
+    def __init__(self, variable: Variable, shard: jax.Array, dim: int) -> None:
+        self._shard, self._dim = shard, dim
+        self.variable, self.initial = variable, shard
+
+    @property  # type: ignore[override]
+    def value(self) -> jax.Array:
+        return update_sharding.whole_of(self._shard, self._dim)
+
+    @value.setter
+    def value(self, value: jax.Array) -> None:
+        self._shard = self.holding(value)
+
+    @property
+    @override
+    def dim(self) -> int | None:
+        return self._dim
+
+    @property
+    @override
+    def held(self) -> jax.Array:
+        return self._shard
+
+    @override
+    def holding(self, value: jax.Array) -> jax.Array:
+        return update_sharding.shard_of(value, self._dim)
+
+    @override
+    def shard(self, dim: int) -> jax.Array:
+        return self._shard
+
+    @override
+    def put_shard(self, shard: jax.Array, dim: int) -> None:
+        self._shard, self.written = shard, True
 
 
 def _aval(array: jax.Array) -> Any:

@@ -4,6 +4,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from phalanx._src.tracing.policy import describe, policy_of
 from phalanx._src.tracing.records import Record
 from phalanx._src.tracing.strategy import AbstractStrategy, Update, Updates
 from phalanx._src.tracing.structure import add_once
+from phalanx._src.tracing.update_sharding import dims_of_update
 from phalanx.errors import InvalidArgumentError, NestedWriteError, VariableError
 from phalanx.errors.frames import user_place
 from phalanx.typing import PyTree
@@ -85,13 +87,61 @@ class LiftScope(VariableScope):
         if local is not None:
             compat.build_optimizer(optimizer, variables)
             _require_local(local, optimizer, compat.trained_by(optimizer, variables))
-        full = None if num_replicas() == 1 else strategy.aggregate_gradients
+        trained = compat.trained_by(optimizer, variables)
+        dims = self._dims_of_shards(strategy, optimizer, trained)
+        full = (
+            None if num_replicas() == 1 else partial(strategy.divide_gradients, dims=[dims.get(id(v)) for v in trained])
+        )
         path = Aggregation(full, num_replicas(), strategy.compression, local).path(optimizer, grads, variables)
         grads, state = path.sum(_weight(grads), [self.get_current_value(v) for v in path.variables])
         self._update(path.variables, state)
-        self._apply(optimizer, apply, grads, variables)
+        if dims:
+            self._apply_to_shards(optimizer, apply, grads, trained, dims)
+        else:
+            self._apply(optimizer, apply, grads, variables)
         if local is not None:
             self._synchronize(local, optimizer, compat.trained_by(optimizer, variables))
+
+    def _dims_of_shards(
+        self, strategy: AbstractStrategy, optimizer: keras.optimizers.Optimizer, trained: Sequence[Variable]
+    ) -> dict[int, int]:
+        """Returns the dims along which the replicas share the update of some variables and their slots, by id."""
+        if not (self.mapped and strategy.topology.shards_updates):
+            return {}
+        compat.build_optimizer(optimizer, trained)
+        return dims_of_update(strategy.topology, optimizer, trained)
+
+    def _apply_to_shards(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        apply: Callable[..., None],
+        grads: Sequence[Any],
+        trained: Sequence[Variable],
+        dims: dict[int, int],
+    ) -> None:
+        """Applies an update of which each replica computes its shards of some variables and slots.
+
+        Args:
+          optimizer: the optimizer.
+          apply: applies it.
+          grads: one gradient per variable, or None: of a shard if the variable has a dim in `dims`.
+          trained: the variables.
+          dims: see `_dims_of_shards`.
+        """
+        state = [(v, dims.get(id(v))) for v in (*trained, *optimizer.variables)]
+        before = [self.get_current_value(v) if dim is None else self.entry(v).shard(dim) for v, dim in state]
+        shards = [(v, x.shape) for (v, _), x in zip(state, before, strict=True)]
+        values = [(v, x) for (v, _), x in zip(state, before, strict=True)]
+        with compat.shapes(shards), keras.StatelessScope(values) as inner:
+            apply(grads, trained)
+        with self.updating():
+            for (variable, dim), value in zip(state, before, strict=True):
+                new = inner.get_current_value(variable)
+                if dim is None and new is not value:
+                    variable.assign(new)
+                elif dim is not None and new is not value:
+                    self.values_change()
+                    self.entry(variable).put_shard(new, dim)
 
     def _apply(
         self, optimizer: keras.optimizers.Optimizer, apply: Callable[..., None], grads: Sequence[Any], variables: Any

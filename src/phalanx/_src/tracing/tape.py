@@ -104,8 +104,8 @@ class GradientTape:
     def _watch_variables(self, entries: Sequence[Entry]) -> None:
         """Watches the floating variables among `entries` from here on."""
         assert self._scope is not None
-        # Integers and bools have no gradients.
-        entries = [e for e in entries if jnp.issubdtype(e.value.dtype, jnp.floating)]
+        # Integers and bools have no gradients, and a slot is no source.
+        entries = [e for e in entries if e.dim is None and jnp.issubdtype(e.value.dtype, jnp.floating)]
         values = self._scope.pass_.enter_tape(self._number, [e.value for e in entries])
         for entry, value in zip(entries, values, strict=True):
             entry.value = value

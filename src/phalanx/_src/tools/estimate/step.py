@@ -125,7 +125,8 @@ class FirstStep:
           layout: the layout of the variables.
           num_rows: rows of each replica. None for as many as the script has.
         """
-        topology = Topology(tuple(devices), self.strategy.topology.axes, layout)
+        before = self.strategy.topology
+        topology = Topology(tuple(devices), before.axes, layout, update_sharding=before.update_sharding)
         dim, script_rows = self._dim_of_rows, self.num_rows
 
         def convert(x: Any) -> jax.ShapeDtypeStruct:
