@@ -91,7 +91,7 @@ coverage: $(INSTALLED) ## run nearly all tests, and fail if they run less than 9
 coverage-no-jax: $(INSTALLED) ## run the tests of the rooms without JAX, and fail if they leave out a line or a branch
 	$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest -q -n 2 --dist loadscope tests/unit/cluster tests/unit/errors tests/unit/launch \
-		tests/unit/test_cluster_resolver.py tests/unit/test_errors.py tests/unit/test_options.py \
+		tests/unit/tools/test_cli.py tests/unit/test_cluster_resolver.py tests/unit/test_errors.py tests/unit/test_options.py \
 		src/phalanx/_src/cluster src/phalanx/cluster_resolver.py src/phalanx/errors src/phalanx/_src/launch src/phalanx/_src/options.py
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report --include="$(NO_JAX)" --fail-under=100

@@ -11,7 +11,7 @@ import jax
 
 from benchmarks.gpu_report import MEMORY
 from phalanx._src.mesh.devices import device_name
-from phalanx._src.tools import env as environment
+from phalanx._src.tools.env import report
 
 _SMI = ("nvidia-smi", "--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader")
 
@@ -21,7 +21,7 @@ def describe() -> dict[str, dict[str, str]]:
     devices = jax.local_devices()
     memory = {device_name(d): _memory(d) for d in devices}
     drivers = {"platform": " ".join(devices[0].client.platform_version.split()), **_drivers()}
-    return environment.describe() | {MEMORY: memory, "drivers": drivers}
+    return report.describe() | {MEMORY: memory, "drivers": drivers}
 
 
 def _memory(device: jax.Device) -> str:

@@ -183,7 +183,7 @@ def _phalanx(arguments: Iterable[str], output: IO[str]) -> subprocess.Popen[str]
     """Starts the launcher; what it says itself can be read while it runs."""
     inherited = {k: v for k, v in os.environ.items() if k not in _OF_THE_PARENT}
     return subprocess.Popen(
-        [sys.executable, "-c", "from phalanx._src.launch.cli import main; main()", *arguments],
+        [sys.executable, "-c", "from phalanx._src.tools.cli import main; main()", *arguments],
         cwd=ROOT,
         env={**_DEFAULTS, **inherited, **_SETTINGS},
         stdout=output,

@@ -247,7 +247,7 @@ if __name__ == "__main__":
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     warnings.filterwarnings("ignore", message=".*fork.*")
-    for name in ("phalanx", "keras", "jax", "numpy", "phalanx.api", "phalanx._src.launch.cli"):
+    for name in ("phalanx", "keras", "jax", "numpy", "phalanx.api", "phalanx._src.tools.cli"):
         importlib.import_module(name)
     gc.freeze()
     request = serve(socket.socket(fileno=int(sys.argv[1])))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`python -m phalanx`: the command line, also where the command `phalanx` is not on the path."""
 
-from phalanx._src.launch.cli import main
+from phalanx._src.tools.cli import main
 
 if __name__ == "__main__":
     main()

@@ -33,7 +33,7 @@ def test_import_stays_away_from_optional_packages():
 
 def test_launcher_needs_no_jax():
     """What stands below the strategies imports neither JAX nor Keras."""
-    names = "phalanx, phalanx.errors, phalanx.cluster_resolver, phalanx._src.launch.cli"
+    names = "phalanx, phalanx.errors, phalanx.cluster_resolver, phalanx._src.tools.cli"
     done = run("-c", f"import {names}, sys; print({{'jax', 'keras', 'numpy'}} & set(sys.modules))")
     assert (done.stdout, done.stderr) == ("set()\n", "")
 

@@ -13,7 +13,7 @@ import safetensors.numpy
 from keras import layers
 
 import phalanx
-from phalanx._src.tools.checkpoint import COMMANDS
+from phalanx._src.tools.checkpoint.__main__ import COMMANDS
 from phalanx.errors import CheckpointError
 from phalanx.train import Checkpoint, CheckpointManager, list_variables, load_checkpoint, load_variable
 
@@ -47,7 +47,7 @@ def run(*arguments, cwd=None):
     command = [
         sys.executable,
         "-c",
-        "from phalanx._src.launch.cli import main; main()",
+        "from phalanx._src.tools.cli import main; main()",
         "checkpoint",
         *map(str, arguments),
     ]

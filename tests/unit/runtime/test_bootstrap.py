@@ -137,7 +137,7 @@ def test_fit_writes_a_line_per_epoch_to_a_log(tmp_path):
     (tmp_path / "train.py").write_text(FIT)
     environment = {k: v for k, v in os.environ.items() if k not in ("NPROC", "PHALANX_CPU_DEVICES", "XLA_FLAGS")}
     done = subprocess.run(
-        [sys.executable, "-c", "from phalanx._src.launch.cli import main; main()", "run", "--workers", "2", "train.py"],
+        [sys.executable, "-c", "from phalanx._src.tools.cli import main; main()", "run", "--workers", "2", "train.py"],
         cwd=tmp_path,
         env={**environment, "JAX_PLATFORMS": "cpu"},
         capture_output=True,

@@ -8,7 +8,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from phalanx._src.launch import cli
+from phalanx._src.tools import child, cli
 from phalanx._src.tools.bench.__main__ import main
 from phalanx.errors import StartupError
 from phalanx.testing import VirtualNetwork
@@ -20,7 +20,7 @@ DEADLINE_S = 600
 def bench(tmp_path, monkeypatch):
     """Runs `phalanx bench` in this process and a folder of its own. The runs that it measures are processes."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "_child", lambda module, arguments: main(*arguments))
+    monkeypatch.setattr(child, "run", lambda module, arguments: main(*arguments))
     return lambda *arguments: CliRunner().invoke(cli.main, ["bench", *arguments])
 
 

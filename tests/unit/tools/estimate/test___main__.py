@@ -8,7 +8,7 @@ import sys
 import pytest
 from click.testing import CliRunner
 
-from phalanx._src.launch import cli
+from phalanx._src.tools import cli
 from phalanx._src.tools.estimate.__main__ import main
 
 SCRIPT = """
@@ -33,7 +33,7 @@ def estimate(tmp_path):
 
     def run(source, *arguments):
         (tmp_path / "train.py").write_text(source)
-        command = "from phalanx._src.launch.cli import main; main(prog_name='phalanx')"
+        command = "from phalanx._src.tools.cli import main; main(prog_name='phalanx')"
         environment = {name: value for name, value in os.environ.items() if name not in ("NPROC", "PYTHONPATH")}
         command = [sys.executable, "-c", command, "estimate", *arguments]
         return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from phalanx._src.launch.plan import Machine
-from phalanx._src.tools import env as environment
 from phalanx._src.tools.bench.timeline import NAMES, Moments, Result, in_words, parts_of
+from phalanx._src.tools.env import report
 from phalanx.errors import InvalidArgumentError, StartupError
 
 _WARM_UP = 5
@@ -232,7 +232,7 @@ def default_devices() -> int:
 
 def this_machine() -> dict[str, str]:
     """Returns facts about this machine, and the versions of the libraries."""
-    return environment.system() | {"gpus": f"{len(Machine.this(os.environ).gpus)}"} | environment.versions()
+    return report.system() | {"gpus": f"{len(Machine.this(os.environ).gpus)}"} | report.versions()
 
 
 def read(path: str) -> Measured:

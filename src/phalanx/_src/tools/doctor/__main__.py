@@ -21,8 +21,8 @@ from phalanx._src.cluster.spec import Task, addresses_of_workers, id_in_cluster
 from phalanx._src.options import CommunicationOptions
 from phalanx._src.runtime.bootstrap import print_on_chief
 from phalanx._src.strategies.multi_worker import MultiWorkerMirroredStrategy
-from phalanx._src.tools.env import versions
-from phalanx._src.tools.network import Check, check_network, judge_addresses, own_address
+from phalanx._src.tools.doctor.network import Check, check_network, judge_addresses, own_address
+from phalanx._src.tools.env.report import versions
 from phalanx.errors import PhalanxError
 
 _ALLOWED_SKEW_S = 5.0

@@ -16,13 +16,15 @@ from types import SimpleNamespace
 import pytest
 from click.testing import CliRunner
 
-from phalanx._src.launch import cli
-from phalanx._src.launch.cli import main
 from phalanx._src.launch.plan import free_ports
+from phalanx._src.tools import child
+from phalanx._src.tools import run as run_tool
+from phalanx._src.tools.cli import main
+from phalanx._src.tools.doctor import command as doctor
 
 pytestmark = pytest.mark.slow
 
-START = "from phalanx._src.launch.cli import main; main(prog_name='phalanx')"
+START = "from phalanx._src.tools.cli import main; main(prog_name='phalanx')"
 FOREIGN = ["jax", "jaxlib", "keras", "numpy", "ray", "tensorflow"]
 
 
@@ -30,7 +32,7 @@ FOREIGN = ["jax", "jaxlib", "keras", "numpy", "ray", "tensorflow"]
 def phalanx(environment, monkeypatch, tmp_path, capfd):
     """Runs the command line in this process, with what it would start as a child of one process, and real workers."""
 
-    def child(module, arguments, _=None):
+    def run_here(module, arguments, _=None):
         monkeypatch.setattr(sys, "argv", [module, *arguments])
         try:
             with warnings.catch_warnings():
@@ -50,8 +52,9 @@ def phalanx(environment, monkeypatch, tmp_path, capfd):
         return SimpleNamespace(returncode=ended.value.code, **capfd.readouterr()._asdict())
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(cli, "_child", child)
-    monkeypatch.setattr(cli, "run_group", functools.partial(cli.run_group, word_s=0.0))
+    monkeypatch.setattr(child, "run", run_here)
+    for command in (run_tool, doctor):
+        monkeypatch.setattr(command, "run_group", functools.partial(command.run_group, word_s=0.0))
     return run
 
 
@@ -166,7 +169,7 @@ def test_doctor_passes_all_checks(phalanx_process, tmp_path):
 @pytest.mark.parametrize(("code", "own"), [(0, 0), (137, 1)])
 def test_doctor_fails_with_its_processes(phalanx, monkeypatch, code, own):
     """The exit code says only whether a check has failed."""
-    monkeypatch.setattr(cli, "run_group", lambda plan, **_: SimpleNamespace(exit_code=code, processes=len(plan(0))))
+    monkeypatch.setattr(doctor, "run_group", lambda plan, **_: SimpleNamespace(exit_code=code, processes=len(plan(0))))
     assert phalanx("doctor").returncode == own
 
 
@@ -375,6 +378,13 @@ def test_help_names_all_commands():
     assert re.search(r"cluster .*\n +doctor .*\n +env .*\n +estimate .*\n +migrate .*\n +run ", done.stdout)
 
 
+def test_each_command_has_its_file():
+    """`phalanx X` is `tools/X.py`, or `tools/X/command.py`."""
+    modules = {name: command.callback.__module__ for name, command in main.commands.items()}
+    tools = "phalanx._src.tools"
+    assert [m for name, m in modules.items() if m not in (f"{tools}.{name}", f"{tools}.{name}.command")] == []
+
+
 def test_migrate_starts_its_tool(phalanx):
     done = phalanx("migrate", "no.py")
     assert done.returncode == 2
@@ -394,6 +404,6 @@ def test_version_is_that_of_package(phalanx):
 
 def test_launcher_imports_no_jax(environment):
     """The launcher imports neither JAX nor Keras, nor rich before it prints a table."""
-    code = f"import sys, phalanx._src.launch.cli; print([m for m in {[*FOREIGN, 'rich']} if m in sys.modules])"
+    code = f"import sys, phalanx._src.tools.cli; print([m for m in {[*FOREIGN, 'rich']} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=500)
     assert (done.stdout, done.stderr) == ("[]\n", "")

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from phalanx._src.cluster.connections.listener import listen
-from phalanx._src.tools.network import (
+from phalanx._src.tools.doctor.network import (
     check_name,
     check_network,
     check_port,

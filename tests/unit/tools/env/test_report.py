@@ -1,6 +1,6 @@
 """The report for bugs: which variables it shows."""
 
-from phalanx._src.tools.env import as_text, variables
+from phalanx._src.tools.env.report import as_text, variables
 
 
 def test_secrets_are_hidden():

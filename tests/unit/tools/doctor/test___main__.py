@@ -2,7 +2,7 @@
 
 import pytest
 
-from phalanx._src.tools import doctor as checkup
+from phalanx._src.tools.doctor import __main__ as checkup
 
 SAME = {"jax": "0.10.2", "python": "3.11.7"}
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Collects the facts that a bug report needs. `phalanx env` runs `python -m phalanx._src.tools.env`."""
+"""The facts that a bug report needs."""
 
 import importlib.metadata
 import json
@@ -190,8 +190,3 @@ def as_text(report: Mapping[str, Mapping[str, str]]) -> str:
         lines += [title, *(f"  {name:<{width}}  {value}" for name, value in entries.items())]
         lines += [] if entries else ["  (none)"]
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    environment = describe()
-    print(json.dumps(environment, indent=2) if "--json" in sys.argv[1:] else as_text(environment))

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`phalanx checkpoint`: lists, shows, compares and exports checkpoints."""

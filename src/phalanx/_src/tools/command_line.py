@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What several commands share: options, errors without a stack, and the environment of the processes that they start."""
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import final
+
+import click
+from typing_extensions import override
+
+from phalanx._src.cluster.connections.secret import TOKEN, new_token
+from phalanx._src.launch.misplaced import misplaced, warning_of
+from phalanx._src.launch.plan import Request
+from phalanx.errors import PhalanxError
+
+IS_MODULE = click.option(
+    "-m", "is_module", is_flag=True, help="Treat SCRIPT as the name of a module, like `python -m`."
+)
+ARGUMENTS = click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=click.UNPROCESSED)
+OUTPUT = click.option(
+    "--output", multiple=True, help="Also write this file: .json, or .png, .svg, .pdf. May be repeated."
+)
+
+
+@final
+class _Refused(click.ClickException):
+    """Shows a Phalanx error without a stack trace."""
+
+    exit_code = 2
+
+    @override
+    def show(self, file: object = None) -> None:
+        click.echo(f"phalanx: {self.message}", err=True)
+
+
+@contextmanager
+def errors_without_stack() -> Iterator[None]:
+    """Ends the command with exit code 2 and the message of a Phalanx error."""
+    try:
+        yield
+    except PhalanxError as e:
+        raise _Refused(str(e)) from e
+
+
+def warn_of_misplaced(request: Request) -> None:
+    """Warns if an option of the present command stands after the script. One that also stands before it was understood."""
+    context = click.get_current_context()
+    explicit = click.core.ParameterSource.COMMANDLINE
+    takes_value = {
+        name: not option.is_flag
+        for option in context.command.params
+        if isinstance(option, click.Option) and context.get_parameter_source(f"{option.name}") is not explicit
+        for name in option.opts
+        if name.startswith("--")
+    }
+    moved, remaining = misplaced(request.target, request.arguments, takes_value)
+    if moved:
+        script = [*(["-m"] if request.is_module else []), request.target]
+        click.echo(warning_of(f"phalanx {context.command.name}", script, moved, remaining), err=True)
+
+
+def environment_of_processes() -> dict[str, str]:
+    """Returns the environment of the processes to start, with a secret that only they know, unless the user has set one."""
+    return {**os.environ, TOKEN: os.environ.get(TOKEN) or new_token()}

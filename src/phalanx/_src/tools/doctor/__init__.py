@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`phalanx doctor`: starts a cluster and checks it."""

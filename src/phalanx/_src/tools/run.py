@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`phalanx run`: starts the workers of a script, and stops all of them as soon as one fails."""
+
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from phalanx._src.cluster.resolvers.environment import resolver_of_environment
+from phalanx._src.cluster.spec import Task
+from phalanx._src.cluster.watch.pace import REPORT
+from phalanx._src.cluster.watch.profiles import PROFILE, Span, clear, merge
+from phalanx._src.launch.evaluator import Patience
+from phalanx._src.launch.nodes import AbstractNodes, ThisNode
+from phalanx._src.launch.plan import ALONE, Machines, Request
+from phalanx._src.launch.ray_nodes import RayNodes
+from phalanx._src.launch.supervise import run_group
+from phalanx._src.launch.templates import TEMPLATES
+from phalanx._src.tools.command_line import (
+    ARGUMENTS,
+    IS_MODULE,
+    environment_of_processes,
+    errors_without_stack,
+    warn_of_misplaced,
+)
+from phalanx.errors import InvalidArgumentError
+
+_NO_PROFILE = "none, because no worker has made {} training steps under a strategy"
+
+
+@click.command(context_settings={"allow_interspersed_args": False})
+@click.option(
+    "--workers",
+    default="1",
+    show_default=True,
+    metavar="N|MIN:MAX",
+    help="Number of processes. With MIN:MAX, the others go on when one dies, as long as there are MIN, and another is started.",
+)
+@click.option(
+    "--in-cluster",
+    is_flag=True,
+    help="Run this command on each machine of the cluster that the environment describes. --workers MIN:MAX counts those of all.",
+)
+@click.option(
+    "--ray",
+    metavar="ADDRESS",
+    help="Place the workers on the nodes of this Ray cluster (host:port, or auto), with a share of their cores and GPUs.",
+)
+@click.option("--devices-per-worker", type=int, help="Devices per process.  [default: 1; its share of the GPUs]")
+@click.option("--evaluator", is_flag=True, help="Start one more process, which evaluates what the workers save.")
+@click.option(
+    "--max-restarts", type=click.IntRange(0), default=0, show_default=True, help="How often to restart after a failure."
+)
+@click.option(
+    "--grace-seconds", type=click.FloatRange(0), default=5.0, show_default=True, help="Time from SIGTERM to SIGKILL."
+)
+@click.option(
+    "--evaluator-grace-seconds",
+    type=click.FloatRange(0),
+    default=600.0,
+    show_default=True,
+    help="Time that the evaluator has to finish after the workers.",
+)
+@click.option(
+    "--report",
+    is_flag=True,
+    help="At the end, show the step times of each worker, and how often the others waited for it.",
+)
+@click.option(
+    "--profile",
+    metavar="FIRST:LAST",
+    help="Profile these training steps in all workers, and write one time line for Perfetto.",
+)
+@click.option("--profile-folder", default="profile", show_default=True, metavar="DIR", help="Folder for the profiles.")
+@IS_MODULE
+@click.option(
+    "--print", "template", type=click.Choice(list(TEMPLATES)), help="Print a template instead of starting anything."
+)
+@click.argument("target", metavar="SCRIPT")
+@ARGUMENTS
+def run(
+    *,
+    max_restarts: int,
+    grace_seconds: float,
+    evaluator_grace_seconds: float,
+    template: str | None,
+    workers: str,
+    in_cluster: bool,
+    ray: str | None,
+    report: bool,
+    profile: str | None,
+    profile_folder: str,
+    **options: Any,
+) -> None:
+    """Runs SCRIPT in every worker of a cluster, here or on the nodes of Ray, and stops all workers as soon as one fails.
+
+    Each worker gets TF_CONFIG, its devices and its share of the cores.
+
+    With --evaluator, one more process runs SCRIPT as task 0 of the job `evaluator`, with one device. If it fails, it
+    starts again alone, up to 10 times. If it has failed for good and all workers succeed, the exit code is its own.
+
+    \b
+    Exit codes:
+      0      all workers have finished
+      2      nothing was started: the command or the cluster is wrong
+      42     the workers have saved before a preemption: start them again
+      75     no progress: a worker stood still, or ended while others waited
+      76     too few workers are left, or the first machine is gone
+      128+N  the worker that failed first was killed by signal N, or
+             `phalanx run` was: 130 Ctrl-C, 137 out of memory, 143 SIGTERM
+      other  that of the worker that failed first: 1 for an exception
+    """
+    with errors_without_stack():
+        least, most = _numbers_of(workers)
+        request = Request(workers=most, least_workers=least, **options)
+        if template:
+            _require_no_evaluator(request, template)
+            _require_no_report(template, report=report)
+            if profile:
+                raise InvalidArgumentError(
+                    f"--profile with --print {template}",
+                    "the template starts the workers without a launcher that joins their profiles.",
+                    f"{PROFILE}=100:110:FOLDER in the environment of the workers",
+                )
+            click.echo(TEMPLATES[template](request, max_restarts), nl=False)
+            return
+        if ray and in_cluster:
+            raise InvalidArgumentError(
+                f"--ray {ray} with --in-cluster",
+                "one launcher starts all workers on Ray's nodes.",
+                "leave out --in-cluster",
+            )
+        request.check_script()
+        warn_of_misplaced(request)
+        environment = dict(os.environ) if in_cluster else environment_of_processes()
+        if report:
+            environment[REPORT] = "1"
+        span = profile and Span.parse(profile, Path(profile_folder).absolute())
+        if span:
+            clear(span.folder)
+            environment[PROFILE] = str(span)
+        machines = _machines(request) if in_cluster else ALONE
+        nodes: AbstractNodes = RayNodes(ray, request, environment) if ray else ThisNode(request, environment, machines)
+        with nodes:
+            outcome = run_group(
+                nodes.plan,
+                max_restarts=max_restarts,
+                least_workers=least,
+                machines=nodes.machines,
+                start=nodes.start,
+                grace_s=grace_seconds,
+                patience=Patience(evaluator_grace_seconds),
+                say=lambda text: click.echo(text, err=True),
+            )
+        if span:
+            trace_path = merge(span.folder)
+            said = (
+                f"written to {trace_path}; open it at https://ui.perfetto.dev"
+                if trace_path
+                else _NO_PROFILE.format(span.first)
+            )
+            click.echo(f"profile: {said}", err=True)
+    sys.exit(outcome.exit_code)
+
+
+def _numbers_of(workers: str) -> tuple[int | None, int]:
+    """Returns the minimum, or None, and the maximum of --workers."""
+    first, colon, last = workers.partition(":")
+    if not (first.isdecimal() and (last.isdecimal() or not colon)):
+        raise InvalidArgumentError(f"--workers {workers}", "must be a number, or two numbers.", "--workers 2:4")
+    return (int(first), int(last)) if colon else (None, int(first))
+
+
+def _machines(request: Request) -> Machines:
+    """Returns the machines of the cluster that the environment describes."""
+    if request.least_workers is None:
+        raise InvalidArgumentError(
+            f"--in-cluster with --workers {request.workers}",
+            "only a group whose workers may be lost is started from several machines. A fixed one needs no launcher there.",
+            f"--workers {request.workers}:{request.workers}, or start the script itself on each machine",
+        )
+    resolver = resolver_of_environment(os.environ)
+    spec = resolver.cluster_spec() if resolver else None
+    if resolver is None or not spec or resolver.task_type is None or resolver.task_id is None:
+        raise InvalidArgumentError(
+            "--in-cluster", "nothing here describes a cluster.", "srun phalanx run --in-cluster ..."
+        )
+    return Machines.of(spec, Task(resolver.task_type, resolver.task_id))
+
+
+def _require_no_evaluator(request: Request, template: str) -> None:
+    if request.evaluator:
+        raise InvalidArgumentError(
+            f"--evaluator with --print {template}",
+            "the template starts only the processes that train. An evaluator is a job of its own.",
+            f"""TF_CONFIG='{{"task": {{"type": "evaluator", "index": 0}}}}' {shlex.join(request.command("python"))}""",
+        )
+
+
+def _require_no_report(template: str, *, report: bool) -> None:
+    if report:
+        raise InvalidArgumentError(
+            f"--report with --print {template}",
+            "the template starts the workers without a launcher that passes it on.",
+            f"{REPORT}=1 in the environment of the workers",
+        )
