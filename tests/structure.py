@@ -6,10 +6,11 @@
 import argparse
 import ast
 import io
+import itertools
 import re
 import sys
 import tokenize
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -132,6 +133,31 @@ def lines_with_any(sources: Sources) -> list[str]:
     return [f"{path}: {line.strip()}" for path, line in sources.lines() if re.search(r": Any\b|-> Any\b", line)]
 
 
+def _statements(tree: ast.Module, text: str) -> list[tuple[int, str]]:
+    """Returns the lines of a module, with their numbers, that say what to do: no imports, signatures, docstrings and comments."""
+    declarations: set[int] = set()
+    for node in ast.walk(tree):
+        is_text = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if is_text or isinstance(node, ast.Import | ast.ImportFrom):
+            declarations |= set(range(node.lineno, (node.end_lineno or 0) + 1))
+        elif isinstance(node, _Definition):
+            first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+            declarations |= set(range(first, node.body[0].lineno))
+    lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), 1) if number not in declarations]
+    return [(number, line) for number, line in lines if re.search(r"\w", line) and not line.startswith("#")]
+
+
+def clone_pairs(sources: Sources) -> list[str]:
+    """Two places with the same six lines of statements, or more."""
+    places: dict[tuple[str, ...], list[tuple[Path, int]]] = defaultdict(list)
+    for path, tree in sources.trees.items():
+        lines = _statements(tree, sources.texts[path])
+        for first in range(len(lines) - 5):
+            places[tuple(line for _, line in lines[first : first + 6])].append((path, lines[first][0]))
+    pairs = [pair for same in places.values() for pair in itertools.combinations(same, 2)]
+    return [f"{a}:{i} ~ {b}:{j}" for (a, i), (b, j) in pairs if a != b or abs(i - j) > 5]
+
+
 def missing_comments(sources: Sources) -> list[str]:
     """One for each comment that is missing to five in 100 lines of code."""
     code, comments = 0, 0
@@ -163,6 +189,7 @@ LIMITS: dict[Callable[[Sources], list[str]], tuple[int, int]] = {
     class_names_used_twice: (0, 0),
     pronouns: (2, 40),
     attributes_on_objects_of_keras: (0, 0),
+    clone_pairs: (1, 20),
     lines_with_any: (310, 300),
     missing_comments: (583, 0),
     all_lines: (68_100, 55_500),

@@ -3,9 +3,18 @@
 
 import enum
 from dataclasses import dataclass, field, fields, replace
-from typing import Self
+from typing import Self, TypeVar
 
 from phalanx.errors import InvalidArgumentError, ReduceOpError, arguments, listed, shown
+
+_Member = TypeVar("_Member", bound=enum.Enum)
+
+
+def _member(members: type[_Member], value: object) -> _Member | None:
+    """Returns the member that a value is or names, ignoring case. None if there is none."""
+    if isinstance(value, members):
+        return value
+    return members.__members__.get(value.upper()) if isinstance(value, str) else None
 
 
 class ReduceOp(enum.Enum):
@@ -26,12 +35,10 @@ class ReduceOp(enum.Enum):
         Raises:
           ReduceOpError: `op` is neither a member nor the name of one.
         """
-        if isinstance(op, cls):
-            return op
         if isinstance(op, enum.Enum) and type(op).__module__.startswith("tensorflow."):
             op = op.name
-        if isinstance(op, str) and op.upper() in cls.__members__:
-            return cls[op.upper()]
+        if (member := _member(cls, op)) is not None:
+            return member
         raise ReduceOpError(
             f"reduce_op={shown(op)}", "is not a ReduceOp. The operations are SUM and MEAN.", '"SUM" or "MEAN"'
         )
@@ -51,10 +58,8 @@ class CommunicationImplementation(enum.Enum):
         Raises:
           InvalidArgumentError: `value` is neither a member nor the name of one.
         """
-        if isinstance(value, cls):
-            return value
-        if isinstance(value, str) and value.upper() in cls.__members__:
-            return cls[value.upper()]
+        if (member := _member(cls, value)) is not None:
+            return member
         raise InvalidArgumentError(
             f"implementation={shown(value)}",
             "is not a CommunicationImplementation.",

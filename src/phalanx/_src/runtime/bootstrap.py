@@ -6,10 +6,9 @@ import functools
 import os
 import signal
 import sys
-import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from importlib.metadata import version
 from types import FrameType, TracebackType
 from typing import Any, final
@@ -27,6 +26,7 @@ from phalanx._src.cluster.resolvers.slurm import SlurmClusterResolver, step_of
 from phalanx._src.cluster.spec import ClusterSpec, Task, addresses_of_workers, id_in_cluster, is_chief
 from phalanx._src.cluster.watch import membership, verdict, watch
 from phalanx._src.runtime import coordination
+from phalanx._src.runtime.streams import filtered
 from phalanx._src.typed_jax import set_config
 from phalanx.errors import ClusterError, StartupError, listed, warn_of_slip
 from phalanx.typing import PyTree
@@ -148,30 +148,12 @@ def _end_with_group() -> None:
     atexit.register(_Termination().leave)
 
 
-@contextmanager
-def without_lines_of_gloo() -> Iterator[None]:
+def without_lines_of_gloo() -> AbstractContextManager[None]:
     """Removes the lines that gloo prints for each connection from the standard output of the block.
 
-    gloo writes to file descriptor 1 directly and has no option to be silent, so the block redirects the descriptor. See
-    https://github.com/jax-ml/jax/issues/32673.
+    gloo has no option to be silent. See https://github.com/jax-ml/jax/issues/32673.
     """
-    sys.stdout.flush()
-    try:
-        stdout = os.dup(1)
-    except OSError:  # The standard output is closed.
-        yield
-        return
-    with tempfile.TemporaryFile() as file:
-        os.dup2(file.fileno(), 1)
-        try:
-            yield
-        finally:
-            sys.stdout.flush()
-            os.dup2(stdout, 1)
-            os.close(stdout)
-            file.seek(0)
-            with suppress(OSError):
-                os.write(1, b"".join(line for line in file if not line.startswith(b"[Gloo] ")))
+    return filtered(sys.stdout, 1, lambda line: not line.startswith(b"[Gloo] "))
 
 
 def print_on_chief(*args: PyTree, **kwargs: PyTree) -> None:

@@ -21,11 +21,34 @@ _PATIENCE_S = 10.0
 _POLL_S = 0.05
 
 
-class Companion:
-    """A child process that outlives a signal to this one, and learns of its end by the end of its input.
+def start_apart(arguments: Sequence[str], descriptors: Sequence[int], stdin: int) -> subprocess.Popen[bytes]:
+    """Starts a child process that outlives this one, and a signal to it.
 
     Args:
       arguments: arguments of Python. The process uses the standard library only.
+      descriptors: open files that it takes over.
+      stdin: its input, as for `subprocess.Popen`.
+
+    Raises:
+      OSError: the process cannot be started.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", *arguments],
+        pass_fds=descriptors,
+        env={},
+        stdin=stdin,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        # It must survive Ctrl-C, the end of the terminal, and what a launcher sends to the group of this process.
+        start_new_session=True,
+    )
+
+
+class Companion:
+    """A child process that learns of the end of this one by the end of its input. See `start_apart`.
+
+    Args:
+      arguments: arguments of Python.
       descriptors: open files that it takes over.
 
     Raises:
@@ -33,16 +56,7 @@ class Companion:
     """
 
     def __init__(self, arguments: Sequence[str], descriptors: Sequence[int] = ()) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-I", "-S", *arguments],
-            pass_fds=descriptors,
-            env={},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            # It must survive Ctrl-C, the end of the terminal, and what a launcher sends to the group of this process.
-            start_new_session=True,
-        )
+        self._process = start_apart(arguments, descriptors, subprocess.PIPE)
 
     @property
     def pid(self) -> int:

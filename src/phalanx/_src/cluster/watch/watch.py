@@ -27,6 +27,7 @@ from phalanx._src.cluster.connections.hosts import PRIVATE, is_private
 from phalanx._src.cluster.connections.listener import Message, MessageStream, encoded
 from phalanx._src.cluster.connections.ports import Socket, descriptors_at
 from phalanx._src.cluster.connections.strangers import write_line
+from phalanx._src.cluster.processes.guard import start_apart
 from phalanx._src.cluster.spec import host_and_port
 from phalanx._src.cluster.watch.agreement import READ, Difference, Signature, compare, shortened
 from phalanx._src.cluster.watch.pace import REPORT, Paces, StepTimes, Stopwatch, table_of
@@ -472,15 +473,7 @@ class Watch(threading.Thread):
             return
         with suppress(OSError):
             connections = descriptors_at(self._service, but={line.connection.fileno() for line in self._lines.values()})
-            subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _HOLD, str(_GRACE_S), *map(str, connections)],
-                pass_fds=connections,
-                env={},
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+            start_apart(["-c", _HOLD, str(_GRACE_S), *map(str, connections)], connections, subprocess.DEVNULL)
 
     @property
     def _grace_s(self) -> float:

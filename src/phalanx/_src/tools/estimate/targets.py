@@ -7,14 +7,14 @@ import math
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 import jax
 from jax.experimental import topologies
 
+from phalanx._src.runtime.streams import filtered
 from phalanx._src.tools.estimate.chips import CHIPS, Chip
 from phalanx.errors import DeviceError, InvalidArgumentError, MissingDependencyError, PhalanxError, shown
 
@@ -241,20 +241,6 @@ def _libtpu_settings() -> Iterator[None]:
             os.environ.pop(name, None)
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Hides what libtpu and the CUDA plugin write to file descriptor 2 while they look for hardware."""
-    sys.stderr.flush()
-    try:
-        stderr = os.dup(2)
-    except OSError:  # The standard error is closed.
-        yield
-        return
-    with tempfile.TemporaryFile() as file:
-        os.dup2(file.fileno(), 2)
-        try:
-            yield
-        finally:
-            sys.stderr.flush()
-            os.dup2(stderr, 2)
-            os.close(stderr)
+def _quiet() -> AbstractContextManager[None]:
+    """Hides what libtpu and the CUDA plugin write while they look for hardware."""
+    return filtered(sys.stderr, 2, lambda line: False)
