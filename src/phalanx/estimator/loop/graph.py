@@ -196,7 +196,7 @@ class Graph:
                     spec = self._call(features, labels)
                 # Only `predict` reads predictions: an evaluation would copy them to the host for nothing.
                 outputs = spec.predictions if self.mode == ModeKeys.PREDICT else None
-                return self._share(spec.loss), self._arrays(spec), outputs
+                return _share(spec.loss), self._arrays(spec), outputs
 
     def predictions(self, features: PyTree) -> PyTree:
         """Returns the predictions of the model function, in the scope of the caller."""
@@ -221,7 +221,7 @@ class Graph:
             # Persistent: a model with two optimizers (wide and deep) asks for gradients twice.
             with GradientTape(persistent=True) as self._latest.tape:
                 spec = self._call(features, labels)
-            loss, arrays = self._share(spec.loss), self._arrays(spec)
+            loss, arrays = _share(spec.loss), self._arrays(spec)
         # Outside of the tape and of the averaging scope: the update is not
         # differentiated, and its loss was weighted above.
         _apply(spec.train_op)
@@ -253,10 +253,6 @@ class Graph:
             self._latest.metrics.setdefault("loss", _mean_of("loss", spec.loss))
         return spec
 
-    def _share(self, loss: jax.Array | None) -> jax.Array | None:
-        """Returns a replica's share of a loss. The sum of the shares is the loss of the global batch."""
-        return None if loss is None else loss * jnp.asarray(context.require_replica().weight, loss.dtype)
-
     def _arrays(self, spec: EstimatorSpec) -> list[Any]:
         """Returns the arrays that hooks of the model function hold, and the named ones."""
         # A hook keeps arrays as attributes (LoggingTensorHook, a user's hook).
@@ -275,6 +271,11 @@ class Graph:
             )
         self._latest.arrays = arrays
         return arrays
+
+
+def _share(loss: jax.Array | None) -> jax.Array | None:
+    """Returns a replica's share of a loss. The sum of the shares is the loss of the global batch."""
+    return None if loss is None else loss * jnp.asarray(context.require_replica().weight, loss.dtype)
 
 
 def hooks_of(spec: EstimatorSpec) -> list[SessionRunHook]:
