@@ -157,7 +157,7 @@ FAULTS = [
     Fault(
         "the end of a process is not noticed",
         "watch:Watch._listen",
-        "self._members[rank].is_cut_off()",
+        "self._members.by_rank[rank].is_cut_off()",
         "pass",
         "unit/cluster/watch/test_watch.py",
     ),
@@ -213,15 +213,15 @@ FAULTS = [
     ),
     Fault(
         "nobody judges when rank 0 has left",
-        "watch:Watch._judged",
-        "(self._rank == 0 or self._members[0].is_gone)",
-        "self._rank == 0",
+        "verdict:Members.judge",
+        "(self.rank == 0 or self.by_rank[0].is_gone)",
+        "self.rank == 0",
         "unit/cluster/watch/test_watch.py",
     ),
     Fault(
         "a sign of life counts as a report",
         "verdict:Member.hear",
-        "if message:",
+        "if not isinstance(message, SignOfLife):",
         "if True:",
         "unit/cluster/watch/test_watch.py",
     ),

@@ -12,7 +12,7 @@ from phalanx.errors import PeerLostError
 def test_loss_that_was_caught_is_raised_again(is_loss):
     """Each time, once a step has raised it. A verdict that is no loss ends the process by itself."""
     watchdog = Watch(["127.0.0.1:4000"], 0, {}, stall_s=60)
-    watchdog._verdict = Verdict("rank 1 has ended without a word", is_loss=is_loss)
+    watchdog._departure.verdict = Verdict("rank 1 has ended without a word", is_loss=is_loss)
     raise_again(watchdog)
     if not is_loss:
         with Turn(watchdog, is_step=True):

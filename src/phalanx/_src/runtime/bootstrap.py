@@ -116,7 +116,7 @@ def enter(generation: membership.Generation, stall_timeout_s: float | None = Non
         if lines:
             coordination.listen_at(roll.host)
         # JAX waits minutes for a process that has left the generation on the way here. The watch notices it, and ends the wait.
-        with watchdog.waiting():
+        with watchdog.operations.waiting():
             ports = coordination.connect(generation.service, rank, len(addresses), _MEETING_S)
             _exchange_first(watchdog, roll.host, ports)
     except RuntimeError as e:
@@ -293,7 +293,7 @@ def _exchange_first(watchdog: watch.Watch, host: str, ports: set[int]) -> None:
         return
     watchdog.pairs.open(host, ports)
     try:
-        with watchdog.waiting(), without_lines_of_gloo():
+        with watchdog.operations.waiting(), without_lines_of_gloo():
             coordination.exchange_once()
             watchdog.pairs.confirm(_CONFIRM_S)
             if watchdog.pairs.strangers:

@@ -67,10 +67,10 @@ class Turn:
         if lost := self._watch.loss():
             raise _peer_lost(lost)
         dispatch_lock.acquire()
-        self._watch.begin(is_step=self._is_step)
+        self._watch.operations.begin(is_step=self._is_step)
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
-        self._watch.end(is_step=self._is_step, has_failed=error is not None)
+        self._watch.operations.end(is_step=self._is_step, has_failed=error is not None)
         dispatch_lock.release()
         # If a process dies, a program fails first in the other processes. The report of the watch has more details, so it
         # replaces the error of the program.

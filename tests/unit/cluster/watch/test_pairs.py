@@ -36,7 +36,7 @@ class Group:
         stack.callback(self.process.kill)
         self.ends = [["127.0.0.1", int(word)] for word in self.process.stdout.readline().split()]
         self.accepted = [stack.enter_context(self.server.accept()[0]) for _ in range(connections)]
-        say = lambda message, rank: self.said.append((message["pairs"], rank))  # noqa: E731
+        say = lambda message, rank: self.said.append((message, rank))  # noqa: E731
         self.pairs = Pairs(0, 3, say, self.told.append, lambda: self.now_s)
         self.pairs.open("127.0.0.1", [self.port])
 
@@ -127,7 +127,7 @@ def test_each_of_three_is_asked(group):
     pairs.open("127.0.0.1", [found.port])
     pairs.look()
     pairs.look()
-    assert said[0][0]["pairs"]["rank"] == 1
+    assert said[0][0]["rank"] == 1
     pairs.hear(0, {"mine": [], "reaches": 0, "rank": 0, "to": 1})
     assert not told
     pairs.hear(0, {"mine": found.ends, "reaches": 1, "rank": 2, "to": 1})

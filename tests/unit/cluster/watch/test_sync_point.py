@@ -30,7 +30,7 @@ class Net:
         def say(message):
             for (source, _), waiting in self.links.items():
                 if source == rank:
-                    waiting.append(message["sync"])
+                    waiting.append(message)
 
         return say
 

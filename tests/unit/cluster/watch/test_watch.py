@@ -16,7 +16,10 @@ from tests.waiting import wait_until
 
 from phalanx._src.cluster.connections.listener import MessageStream, encoded
 from phalanx._src.cluster.connections.ports import descriptors_at
+from phalanx._src.cluster.watch import departure, verdict
 from phalanx._src.cluster.watch import watch as watch_module
+from phalanx._src.cluster.watch.departure import WatchTime
+from phalanx._src.cluster.watch.messages import SignOfLife
 from phalanx._src.cluster.watch.verdict import SIGTERM, Member, judge_presence, judge_progress
 from phalanx._src.cluster.watch.watch import Watch
 from phalanx._src.launch.plan import free_ports
@@ -62,7 +65,7 @@ def test_presence_names_silent_and_failed_members(second, said):
 def test_presence_of_one_that_only_gives_signs_of_life(inside_since_s, stall_s, is_named):
     """It may do so for any time, unless others wait longer than processes may make no progress. Its progress is unknown."""
     busy = member(1, heard_s=10.0, step=3)
-    busy.hear({}, 99.0)
+    busy.hear(SignOfLife(), 99.0)
     own = member(0, moved_s=inside_since_s or 0.0, is_inside=inside_since_s is not None, step=4, turn=4)
     verdict = judge_presence([busy], 100.0, stall_s=stall_s, own=own)
     assert bool(verdict) == is_named
@@ -159,7 +162,7 @@ class Group:
             lines[0][rank], lines[rank][0] = pair()
         addresses = [f"127.0.0.1:{4000 + rank}" for rank in range(size)]
         self.watches = [
-            Watch(addresses, rank, ends, stall_s, outlive, clock=lambda: self.now_s, sleep=self.sleep)
+            Watch(addresses, rank, ends, stall_s, outlive, time=WatchTime(lambda: self.now_s, self.sleep))
             for rank, ends in enumerate(lines)
         ]
         self.turns = {rank: watch.turns(longest_s=0.0) for rank, watch in enumerate(self.watches)}
@@ -193,17 +196,17 @@ class Group:
     def end(self, rank):
         """A process ends, however: the kernel closes its connections."""
         self.turns.pop(rank).close()
-        for line in self.watches[rank]._lines.values():
+        for line in self.watches[rank]._connections.streams.values():
             line.connection.close()
 
     def steps(self, *counts, inside=()):
         """Each process takes so many steps, and those `inside` begin one more."""
         for watch, count in zip(self.watches, counts, strict=True):
             for _ in range(count):
-                watch.begin(is_step=True)
-                watch.end(is_step=True, has_failed=False)
+                watch.operations.begin(is_step=True)
+                watch.operations.end(is_step=True, has_failed=False)
         for rank in inside:
-            self.watches[rank].begin(is_step=True)
+            self.watches[rank].operations.begin(is_step=True)
         self.wait(1)
 
     def agree(self, programs):
@@ -214,12 +217,14 @@ class Group:
             answers[rank] = f"{self.watches[rank].agree({'argument': [programs[rank]]})}"
 
         for rank in programs:
-            answered, waits = self.watches[rank]._is_answered, threading.Event()
+            answered, waits = self.watches[rank]._comparison._is_answered, threading.Event()
             answered.wait = lambda _, own=answered, waits=waits: waits.set() or threading.Event.wait(own, 0.01)
             threads.append(threading.Thread(target=ask, args=(rank,), daemon=True))
             threads[-1].start()
             wait_until(lambda waits=waits, rank=rank: waits.is_set() or rank in answers)
-        while not all(self.watches[rank]._is_answered.is_set() or rank in self.statuses for rank in programs):
+        while not all(
+            self.watches[rank]._comparison._is_answered.is_set() or rank in self.statuses for rank in programs
+        ):
             self.wait(0.5)
         for thread in threads:
             thread.join(DEADLINE_S)
@@ -242,8 +247,8 @@ def group(monkeypatch):
         groups.append(Group(*args, **options))
         return groups[-1]
 
-    monkeypatch.setattr(watch_module.os, "_exit", exits)
-    monkeypatch.setattr(watch_module.subprocess, "Popen", lambda command, **_: make.held.append(command[-1]))
+    monkeypatch.setattr(departure.os, "_exit", exits)
+    monkeypatch.setattr(departure.subprocess, "Popen", lambda command, **_: make.held.append(command[-1]))
     make.held = []
     yield make
     for each in groups:
@@ -306,11 +311,16 @@ def test_held_process_counts_as_waiting(group):
     reasons = []
     thread = threading.Thread(target=lambda: reasons.append(first.sync_point.is_reached()))
     thread.start()
-    wait_until(lambda: first._depth)
-    assert (first.place, first._progress()["is_inside"], first.steps) == (place(0), True, 0)
+    wait_until(lambda: first.operations.depth)
+    assert (first.place, first.operations.report().is_inside, first.steps) == (place(0), True, 0)
     two.look()
     thread.join(DEADLINE_S)
-    assert (reasons, second.sync_point.is_reached(), first._depth, first._turn) == (["why"], "why", 0, 0)
+    assert (reasons, second.sync_point.is_reached(), first.operations.depth, first.operations.turn) == (
+        ["why"],
+        "why",
+        0,
+        0,
+    )
 
 
 @pytest.mark.parametrize("culprit", [0, 2])
@@ -439,7 +449,7 @@ def test_rank_0_leaves_the_others(group, has_failed):
     three.end(0)
     for rank, other in ((1, 2), (2, 1)):
         if has_failed:
-            three[rank].end(is_step=True, has_failed=True)
+            three[rank].operations.end(is_step=True, has_failed=True)
             assert three[rank].loss(0.001) is None
         three.at_first_sleep = three[rank].close
         three.wait(1.5 if has_failed else 5, other)
@@ -473,9 +483,9 @@ def test_one_that_was_stopped_accuses_nobody(group):
     two.wait(3)
     assert two.statuses == {}
     both, times = group(2, stall_s=3.0), iter([1000.0, 1100.0])
-    both[0]._clock = lambda: next(times, 1100.0)
+    both[0]._time = WatchTime(lambda: next(times, 1100.0))
     next(both.turns[0])
-    assert both[0]._verdict is None
+    assert both[0]._departure.verdict is None
 
 
 def test_programs_are_compared(group):
@@ -493,7 +503,7 @@ def test_interrupted_comparison_is_taken_back(group, monkeypatch):
     three = group(3)
     for rank in (0, 2):
         with monkeypatch.context() as patch:
-            patch.setattr(three[rank]._is_answered, "wait", lambda _: 1 / 0)
+            patch.setattr(three[rank]._comparison._is_answered, "wait", lambda _: 1 / 0)
             with pytest.raises(ZeroDivisionError):
                 three[rank].agree({"argument": ["int32[2]"]})
     assert three.agree(dict.fromkeys(range(3), "float32[2]")) == {0: "None", 1: "None", 2: "None"}
@@ -513,25 +523,25 @@ def test_known_program_against_a_new_one(group, asks):
 def test_comparison_inside_of_an_operation_is_skipped(group):
     """A program that runs within another one was compared with it."""
     (first, _) = group(2).watches
-    first.begin(is_step=True)
-    first.begin(is_step=False)
+    first.operations.begin(is_step=True)
+    first.operations.begin(is_step=False)
     assert first.agree({"argument": ["0"]}) is None
-    first.end(is_step=False, has_failed=False)
-    first.end(is_step=True, has_failed=False)
-    assert (first.steps, first._depth, first._asked) == (1, 0, None)
+    first.operations.end(is_step=False, has_failed=False)
+    first.operations.end(is_step=True, has_failed=False)
+    assert (first.steps, first.operations.depth, first._comparison.signature) == (1, 0, None)
 
 
 def test_watch_uses_little_processor_time(group, monkeypatch):
     """It reports and wakes once per tick, whatever the others say, and rank 0 does not judge each of their reports."""
     two, judged, waits = group(2), [], []
     first, second = two.watches
-    monkeypatch.setattr(watch_module, "judge_progress", lambda *_: judged.append(0))
+    monkeypatch.setattr(verdict, "judge_progress", lambda *_: judged.append(0))
     reports = []
-    monkeypatch.setattr(first, "_report", lambda **_: reports.append(0))
+    monkeypatch.setattr(first._reporter, "report", lambda *_: reports.append(0))
     real = watch_module.selectors.DefaultSelector
     for _ in range(320):
         two.now_s += 1 / 64
-        second._report()
+        second._reporter.report()
         next(two.turns[0])
     assert len(reports) == 5
     assert 45 <= len(judged) <= 50
@@ -558,10 +568,10 @@ from phalanx._src.cluster.connections.secret import Secret
 addresses, rank = json.loads(sys.argv[1]), int(sys.argv[2])
 own = watch.start(addresses, rank, call_roll(addresses, rank, about="us", secret=Secret("a secret of the cluster"), timeout_s=120).lines, float(sys.argv[3]))
 for _ in range(2):
-    own.begin(is_step=True)
-    own.end(is_step=True, has_failed=False)
+    own.operations.begin(is_step=True)
+    own.operations.end(is_step=True, has_failed=False)
 def waits():
-    own.begin(is_step=True)
+    own.operations.begin(is_step=True)
     print("inside", flush=True)
     signal.pause()
 """
@@ -609,7 +619,9 @@ def test_real_process_that_sigstop_holds(processes):
     """The others end, and say where each of their threads is. A main thread whose step has failed does not say it first."""
     # Python 3.13 shows this source in the stack that the watch prints, so the word is put together.
     asks = "print(own.loss(120), '-'.join(['too', 'early']), flush=True)"
-    running = processes("waits()", f"own.begin(is_step=True); print('inside', flush=True); {asks}", "waits()")
+    running = processes(
+        "waits()", f"own.operations.begin(is_step=True); print('inside', flush=True); {asks}", "waits()"
+    )
     # All must be inside the step.
     assert [process.stdout.readline() for process in running] == ["inside\n"] * 3
     running[2].send_signal(signal.SIGSTOP)
@@ -687,18 +699,18 @@ def test_an_older_report_does_not_undo_that_a_process_has_left():
     own, others = pair()
     watch, heard = Watch(["127.0.0.1:1", "127.0.0.1:2"], 1, {0: own}, 60.0), MessageStream(others)
     is_between, may_go_on = threading.Event(), threading.Event()
-    say = watch._say
+    say = watch._connections.say
 
     def late(message):
         is_between.set()
         may_go_on.wait(DEADLINE_S)
         say(message)
 
-    watch._say = late
-    reporting, leaving = threading.Thread(target=watch._report), threading.Thread(target=watch.leave)
+    watch._connections.say = late
+    reporting, leaving = threading.Thread(target=watch._reporter.report), threading.Thread(target=watch.leave)
     reporting.start()
     is_between.wait(DEADLINE_S)
-    watch._say = say
+    watch._connections.say = say
     leaving.start()
     leaving.join(0.2)
     may_go_on.set()

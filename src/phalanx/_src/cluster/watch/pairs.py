@@ -98,7 +98,7 @@ class Pairs:
             asker = int(message["rank"])
             # Only rank 0 is connected with all.
             if self._rank == 0:
-                self._say({"pairs": dict(message)}, None)
+                self._say(message, None)
             if asker != self._rank:
                 ends, places = _as_ends(message["whose"]), _as_ends(message["at"])
                 all_ends = _ends()
@@ -128,12 +128,12 @@ class Pairs:
         self._claimed = {own for own, _ in all_ends}
         self._reached = sum(other in self._places for _, other in all_ends)
         question = {"whose": sorted(self._asked), "at": sorted(self._places), "rank": self._rank}
-        self._say({"pairs": question}, None)
+        self._say(question, None)
 
     def _pass(self, answer: Message) -> None:
         """Takes an answer, or sends it on."""
         if answer["to"] != self._rank:
-            self._say({"pairs": dict(answer)}, int(answer["to"]) if self._rank == 0 else 0)
+            self._say(answer, int(answer["to"]) if self._rank == 0 else 0)
             return
         with self._changed:
             self._answered.add(int(answer["rank"]))

@@ -62,7 +62,7 @@ class SyncPoint:
         if self._rank == 0:
             self._hold(reason)
         else:
-            self._say({"sync": {"request": reason}})
+            self._say({"request": reason})
 
     def ask(self, reason: str) -> None:
         """Asks all processes to act at the next point that none has passed. Here `is_reached` waits until that point is known.
@@ -98,7 +98,7 @@ class SyncPoint:
             with self._changed:
                 self._note(message["hold"])
                 self._is_held = True
-                self._say({"sync": {"passed": self._passed}})
+                self._say({"passed": self._passed})
         elif "passed" in message:
             with self._changed:
                 self._counts[rank] = message["passed"]
@@ -124,7 +124,7 @@ class SyncPoint:
                 return
             self._note(reason)
             self._is_held, self._counts = True, {}
-            self._say({"sync": {"hold": reason}})
+            self._say({"hold": reason})
             self._settle()
 
     def _note(self, reason: str) -> None:
@@ -135,7 +135,7 @@ class SyncPoint:
         """Chooses the point, on rank 0, once all processes have answered."""
         if self._is_held and self._others <= set(self._counts):
             point = max([self._passed, *self._counts.values()]) + 1
-            self._say({"sync": {"agreed": [point, self._reason]}})
+            self._say({"agreed": [point, self._reason]})
             self._agree(point, self._reason)
 
     def _agree(self, point: int, reason: str) -> None:

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Judges from the reports of all processes of a cluster whether it can continue. Uses the standard library only."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import final
 
+from phalanx._src.cluster.watch.agreement import Signature
+from phalanx._src.cluster.watch.messages import MemberMessage, SignOfLife
 from phalanx.errors import listed
 
 SIGTERM = "was ended by SIGTERM"
@@ -32,7 +34,7 @@ class Member:
       is_inside: whether its last collective operation is still running.
       has_left: whether its program has finished.
       is_told: whether it left because of SIGTERM.
-      asked: signature of the program that it is about to run for the first time. None unless it waits for agreement.
+      signature: signature of the program that it is about to run for the first time. None unless it waits for agreement.
       end: how it failed. Empty if it has not failed.
       has_lost_step: whether a step has failed in it, and it waits for the reason.
       is_gone: whether its connection is closed.
@@ -49,7 +51,7 @@ class Member:
     is_inside: bool = False
     has_left: bool = False
     is_told: bool = False
-    asked: dict[str, list[str]] | None = None
+    signature: Signature | None = None
     end: str = ""
     has_lost_step: bool = False
     is_gone: bool = False
@@ -58,14 +60,14 @@ class Member:
     def __post_init__(self) -> None:
         self.told_s = self.heard_s
 
-    def hear(self, message: Mapping[str, Any], now_s: float) -> None:
+    def hear(self, message: MemberMessage, now_s: float) -> None:
         """Updates the state from a message of the process."""
         self.heard_s = now_s
-        if message:
+        if not isinstance(message, SignOfLife):
             self.told_s = now_s
-        for name in ("turn", "step", "is_inside", "has_left", "is_told", "asked", "end", "has_lost_step"):
-            if name in message and message[name] != getattr(self, name):
-                setattr(self, name, message[name])
+        for name, value in vars(message).items():
+            if value != getattr(self, name):
+                setattr(self, name, value)
                 self.moved_s = now_s
 
     def is_waiting(self, turn: int, now_s: float) -> bool:
@@ -77,6 +79,55 @@ class Member:
         self.is_gone = True
         if not self.has_left:
             self.end = self.end or "has ended without a word: it was killed, or has crashed"
+
+
+@final
+class Members:
+    """What this process knows of all processes of its group.
+
+    Args:
+      addresses: addresses of all ranks.
+      rank: rank of this process.
+      connected: ranks of the processes that it is connected with.
+      stall_s: time that no process may make progress while one of them waits, in seconds.
+      now_s: current time.
+
+    Attributes:
+      by_rank: the processes: this one, and those that it is connected with.
+    """
+
+    def __init__(
+        self, addresses: Sequence[str], rank: int, connected: Iterable[int], stall_s: float, now_s: float
+    ) -> None:
+        self.rank, self._stall_s, self._connected = rank, stall_s, list(connected)
+        self.by_rank = {r: Member(f"rank {r} ({addresses[r]})", now_s, now_s) for r in (rank, *self._connected)}
+
+    @property
+    def own(self) -> Member:
+        """This process."""
+        return self.by_rank[self.rank]
+
+    @property
+    def others_have_left(self) -> bool:
+        """Whether the programs of all processes to which this one is connected have ended."""
+        return all(self.by_rank[rank].has_left or self.by_rank[rank].end for rank in self._connected)
+
+    def judge(self, now_s: float, *, may_lose: bool) -> "Verdict | None":
+        """Returns the reason why the group cannot continue, or None.
+
+        Args:
+          now_s: current time.
+          may_lose: whether the group may continue without some processes.
+        """
+        connected = [self.by_rank[rank] for rank in self._connected]
+        verdict = judge_presence(connected, now_s, self._stall_s, self.own)
+        # Rank 0 alone judges progress, so that all ranks report the same. When it has left, each other rank judges for itself: it
+        # knows of rank 0 and of itself.
+        if verdict is None and (self.rank == 0 or self.by_rank[0].is_gone):
+            known = list(self.by_rank.values())
+            verdict = judge_failure(known) if may_lose else None
+            verdict = verdict or judge_progress(known, now_s, self._stall_s)
+        return verdict
 
 
 @dataclass(frozen=True)
