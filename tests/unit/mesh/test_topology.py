@@ -7,7 +7,9 @@ import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import phalanx
-from phalanx._src.mesh.topology import Topology, summary_of
+from phalanx._src.mesh.devices import summary_of
+from phalanx._src.mesh.requirements import require_own_rows
+from phalanx._src.mesh.topology import Topology
 from phalanx.errors import DeviceError, InvalidArgumentError
 
 
@@ -99,7 +101,7 @@ def test_processes_that_read_rows(processes, per_replica, rows_of):
     devices = tuple(_device(f"tpu:{i}", process=process) for i, process in enumerate(processes))
     topology = object.__new__(Topology)  # These devices are not here, so that JAX makes no mesh of them.
     vars(topology).update(devices=devices, axes=(("model", per_replica),))
-    topology._require_own_rows()
+    require_own_rows(devices, list(map(topology._replicas_of, topology.workers)))
     assert topology.input_workers == rows_of
 
 

@@ -5,6 +5,7 @@ import importlib.util
 import os
 import re
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -205,3 +206,48 @@ def require_threads(devices: Sequence[jax.Device]) -> None:
             f"the XLA thread pool has {threads} threads; with fewer than {needed}, the first all-reduce deadlocks.",
             f"phalanx.set_virtual_cpu_devices({needed // 2}) before JAX starts, or NPROC={needed} in the environment",
         )
+
+
+def summary_of(devices: Sequence[jax.Device], per_replica: int) -> str:
+    """Returns one line for the user.
+
+    Args:
+      devices: the devices of all replicas.
+      per_replica: number of devices per replica.
+    """
+    count = len(devices) // per_replica
+    replicas = f"{count} replica{'s' * (count > 1)}" + (f" of {per_replica} devices each" * (per_replica > 1))
+    names = [device_name(d) for d in devices]
+    workers = Counter(d.process_index for d in devices)
+    if len(workers) == 1:
+        # A line of the terminal has room for so many.
+        some = names if len(names) <= 8 else [*names[:2], "...", names[-1]]
+        return f"{replicas} on {', '.join(some)}"
+    # After the loss of a machine, the workers that remain may have different numbers of devices.
+    sizes = sorted(set(workers.values()))
+    kind = names[0].partition(":")[0].upper()
+    each = f" with {sizes[0]} {kind} device{'s' * (sizes[0] > 1)} each" if len(sizes) == 1 else ""
+    return f"{replicas} on {len(workers)} workers{each}"
+
+
+def parse_devices(devices: Sequence[str | jax.Device] | int | None) -> tuple[jax.Device, ...]:
+    """Returns the devices that a strategy is given.
+
+    Args:
+      devices: a list of devices or names, or a number of local devices. None takes all local devices.
+
+    Raises:
+      DeviceError: `devices` is neither a list nor a number, or a device does not exist.
+    """
+    if devices is None:
+        return tuple(default_devices())
+    if arguments.is_integer(devices):
+        return first_devices(devices)
+    if not isinstance(devices, (list, tuple)):
+        hint = 'devices=["cpu:0", "cpu:1"]'
+        if isinstance(devices, str) and devices.isdecimal():
+            hint = f"devices={devices}"
+        elif isinstance(devices, (str, jax.Device)):
+            hint = f"devices=[{shown(devices)}, ...], one list with all devices"
+        raise DeviceError(f"devices={shown(devices)}", "must be a list of devices or a number of devices.", hint)
+    return tuple(map(parse_device, devices))

@@ -1,10 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The mesh that maps replicas to devices, and the placement of values on it."""
 
-import itertools
 import math
-import zlib
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -21,27 +18,19 @@ from typing_extensions import override
 from phalanx._src.cluster.watch import membership, watch
 from phalanx._src.cluster.watch.agreement import READ
 from phalanx._src.mesh.arrays import flattened, is_on_cpu, put_shards
-from phalanx._src.mesh.devices import (
-    default_devices,
-    device_name,
-    first_devices,
-    parse_device,
-    require_one_platform,
-    require_threads,
-)
+from phalanx._src.mesh.devices import device_name, parse_devices, require_one_platform, require_threads, summary_of
 from phalanx._src.mesh.layout import REPLICA_AXIS, AbstractLayout
 from phalanx._src.mesh.memory import Pool
+from phalanx._src.mesh.requirements import MODEL_AXIS, digests_of, require_axes, require_equal_digests, require_own_rows
 from phalanx._src.mesh.shares import Shares
 from phalanx._src.runtime.dispatch import Turn, process_dispatching, raise_again
 from phalanx._src.runtime.memory import keep_freed_memory
 from phalanx._src.typed_jax import partition_spec
-from phalanx.errors import ContextError, DeviceError, DivergenceError, InvalidArgumentError, arguments, shown
+from phalanx.errors import ContextError, DeviceError, InvalidArgumentError, shown
 from phalanx.typing import PyTree
 
 _LARGE_BYTES = 1 << 18
 """The size from which the update of a variable is sharded over the replicas. Two more operations for a smaller one cost what they save."""
-
-_MODEL_AXIS = 'model_axis=("model", 2)'
 
 
 def axes_of(model_axis: tuple[str, int] | None) -> tuple[tuple[str, int], ...]:
@@ -55,31 +44,9 @@ def axes_of(model_axis: tuple[str, int] | None) -> tuple[tuple[str, int], ...]:
     is_pair = isinstance(model_axis, (tuple, list)) and len(model_axis) == 2
     if not is_pair or isinstance(model_axis[0], (list, tuple)) or isinstance(model_axis[1], (list, tuple)):
         raise InvalidArgumentError(
-            f"model_axis={shown(model_axis)}", "must be a pair of a name and a size.", _MODEL_AXIS
+            f"model_axis={shown(model_axis)}", "must be a pair of a name and a size.", MODEL_AXIS
         )
     return ((model_axis[0], model_axis[1]),)
-
-
-def summary_of(devices: Sequence[jax.Device], per_replica: int) -> str:
-    """Returns one line for the user.
-
-    Args:
-      devices: the devices of all replicas.
-      per_replica: number of devices per replica.
-    """
-    count = len(devices) // per_replica
-    replicas = f"{count} replica{'s' * (count > 1)}" + (f" of {per_replica} devices each" * (per_replica > 1))
-    names = [device_name(d) for d in devices]
-    workers = Counter(d.process_index for d in devices)
-    if len(workers) == 1:
-        # A line of the terminal has room for so many.
-        some = names if len(names) <= 8 else [*names[:2], "...", names[-1]]
-        return f"{replicas} on {', '.join(some)}"
-    # After the loss of a machine, the workers that remain may have different numbers of devices.
-    sizes = sorted(set(workers.values()))
-    kind = names[0].partition(":")[0].upper()
-    each = f" with {sizes[0]} {kind} device{'s' * (sizes[0] > 1)} each" if len(sizes) == 1 else ""
-    return f"{replicas} on {len(workers)} workers{each}"
 
 
 @dataclass(frozen=True)
@@ -129,8 +96,8 @@ class Topology:
                 f"devices={sorted(set(names))}",
             )
         require_one_platform(self.devices)
-        _require_axes(self.axes, len(names))
-        self._require_own_rows()
+        require_axes(self.axes, len(names))
+        require_own_rows(self.devices, list(map(self._replicas_of, self.workers)))
         require_threads(self.devices)
         if self.devices[0].platform == "cpu":
             keep_freed_memory()
@@ -161,19 +128,7 @@ class Topology:
         Raises:
           DeviceError: `devices` is neither a list nor a number, or a device does not exist.
         """
-        if devices is None:
-            devices = default_devices()
-        if arguments.is_integer(devices):
-            devices = first_devices(devices)
-        if not isinstance(devices, (list, tuple)):
-            hint = 'devices=["cpu:0", "cpu:1"]'
-            if isinstance(devices, str) and devices.isdecimal():
-                hint = f"devices={devices}"
-            elif isinstance(devices, (str, jax.Device)):
-                hint = f"devices=[{shown(devices)}, ...], one list with all devices"
-            raise DeviceError(f"devices={shown(devices)}", "must be a list of devices or a number of devices.", hint)
-        chosen = tuple(map(parse_device, devices))
-        return cls(chosen, axes, layout, update_sharding=update_sharding)
+        return cls(parse_devices(devices), axes, layout, update_sharding=update_sharding)
 
     @cached_property
     def num_replicas(self) -> int:
@@ -396,21 +351,9 @@ class Topology:
         Raises:
           DivergenceError: they do not.
         """
-        if not arrays:
-            return
-        digests = np.zeros((len(arrays), len(self.devices)), np.uint32)
-        for row, (_, array) in zip(digests, arrays, strict=True):
-            for shard in array.addressable_shards:
-                row[self.devices.index(shard.device)] = zlib.crc32(np.ascontiguousarray(shard.data).view(np.uint8).data)
-        for row, (path, array) in zip(self.exchange(digests).max(0), arrays, strict=True):
-            places = array.sharding.devices_indices_map(array.shape)
-            shards = {(str(places[device]), digest) for device, digest in zip(self.devices, row, strict=True)}
-            if len(shards) > len({place for place, _ in shards}):
-                raise DivergenceError(
-                    f"the variable {path!r} of a layout on {self.num_workers} processes",
-                    "the processes have given it different first values.",
-                    "keras.utils.set_random_seed(1), with the same number in all processes",
-                )
+        if arrays:
+            digests = self.exchange(digests_of(self.devices, arrays)).max(0)
+            require_equal_digests(self.devices, arrays, digests)
 
     @cached_property
     def pool(self) -> Pool:
@@ -484,17 +427,6 @@ class Topology:
     def per_replica(self) -> NamedSharding:
         """The sharding of an array whose leading dim is the replica."""
         return NamedSharding(self.mesh, partition_spec(REPLICA_AXIS))
-
-    def _require_own_rows(self) -> None:
-        replicas = sorted(map(self._replicas_of, self.workers), key=lambda each: (each.start, each.stop))
-        for first, second in itertools.pairwise(replicas):
-            if first != second and second.start < first.stop:
-                shared = list(map(device_name, self.devices_of(second.start)))
-                raise DeviceError(
-                    f"replica {second.start} on {shared}",
-                    "it has devices of two processes, which read the same rows, but one of them has devices of another replica too.",
-                    "a model axis whose size divides the number of devices of a process, or is a multiple of it",
-                )
 
 
 def whole(array: jax.Array, name: str) -> np.ndarray:
@@ -582,21 +514,3 @@ class Nowhere(Topology):
 
 NOWHERE = Nowhere()
 """The only instance, because topologies of variables are compared by identity."""
-
-
-def _require_axes(axes: Sequence[tuple[str, int]], num_devices: int) -> None:
-    if not all(isinstance(name, str) and name for name, _ in axes):
-        raise InvalidArgumentError(f"axes={shown(axes)}", "names of axes must be strings.", _MODEL_AXIS)
-    names, sizes = [name for name, _ in axes], [size for _, size in axes]
-    if len({REPLICA_AXIS, *names}) <= len(names):
-        raise InvalidArgumentError(
-            f"axes={shown(axes)}", f"names of axes must be unique, and {REPLICA_AXIS!r} is reserved.", _MODEL_AXIS
-        )
-    if not all(arguments.is_integer(n, least=1) for n in sizes):
-        raise InvalidArgumentError(f"axes={shown(axes)}", "sizes of axes must be positive integers.", _MODEL_AXIS)
-    if num_devices % math.prod(sizes):
-        raise InvalidArgumentError(
-            f"axes={shown(axes)}",
-            f"{num_devices} devices cannot be divided into replicas of {math.prod(sizes)} devices.",
-            f"a size that divides {num_devices}",
-        )

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a topology requires of its axes, of the processes that share a replica, and of the values that several devices hold."""
+
+import itertools
+import math
+import zlib
+from collections.abc import Sequence
+
+import jax
+import numpy as np
+
+from phalanx._src.mesh.devices import device_name
+from phalanx._src.mesh.layout import REPLICA_AXIS
+from phalanx.errors import DeviceError, DivergenceError, InvalidArgumentError, arguments, shown
+
+MODEL_AXIS = 'model_axis=("model", 2)'
+"""An example of the argument, for messages."""
+
+
+def require_axes(axes: Sequence[tuple[str, int]], num_devices: int) -> None:
+    """Checks the names and sizes of the axes over which XLA partitions a replica.
+
+    Raises:
+      InvalidArgumentError: one of them is invalid, or they do not divide the number of devices.
+    """
+    if not all(isinstance(name, str) and name for name, _ in axes):
+        raise InvalidArgumentError(f"axes={shown(axes)}", "names of axes must be strings.", MODEL_AXIS)
+    names, sizes = [name for name, _ in axes], [size for _, size in axes]
+    if len({REPLICA_AXIS, *names}) <= len(names):
+        raise InvalidArgumentError(
+            f"axes={shown(axes)}", f"names of axes must be unique, and {REPLICA_AXIS!r} is reserved.", MODEL_AXIS
+        )
+    if not all(arguments.is_integer(n, least=1) for n in sizes):
+        raise InvalidArgumentError(f"axes={shown(axes)}", "sizes of axes must be positive integers.", MODEL_AXIS)
+    if num_devices % math.prod(sizes):
+        raise InvalidArgumentError(
+            f"axes={shown(axes)}",
+            f"{num_devices} devices cannot be divided into replicas of {math.prod(sizes)} devices.",
+            f"a size that divides {num_devices}",
+        )
+
+
+def require_own_rows(devices: Sequence[jax.Device], replicas: Sequence[range]) -> None:
+    """Checks that processes which share a replica share all of theirs.
+
+    Args:
+      devices: the devices of all replicas, in their order.
+      replicas: per process, the replicas of which it has devices.
+
+    Raises:
+      DeviceError: they do not.
+    """
+    ordered = sorted(replicas, key=lambda each: (each.start, each.stop))
+    per_replica = len(devices) // max(each.stop for each in ordered)
+    for first, second in itertools.pairwise(ordered):
+        if first != second and second.start < first.stop:
+            start = second.start * per_replica
+            shared = list(map(device_name, devices[start : start + per_replica]))
+            raise DeviceError(
+                f"replica {second.start} on {shared}",
+                "it has devices of two processes, which read the same rows, but one of them has devices of another replica too.",
+                "a model axis whose size divides the number of devices of a process, or is a multiple of it",
+            )
+
+
+def digests_of(devices: Sequence[jax.Device], arrays: Sequence[tuple[str, jax.Array]]) -> np.ndarray:
+    """Returns a digest per array and device, `(arrays, devices)`. 0 for the devices of other processes."""
+    digests = np.zeros((len(arrays), len(devices)), np.uint32)
+    for row, (_, array) in zip(digests, arrays, strict=True):
+        for shard in array.addressable_shards:
+            row[devices.index(shard.device)] = zlib.crc32(np.ascontiguousarray(shard.data).view(np.uint8).data)
+    return digests
+
+
+def require_equal_digests(
+    devices: Sequence[jax.Device], arrays: Sequence[tuple[str, jax.Array]], digests: np.ndarray
+) -> None:
+    """Checks that devices which hold the same shard of an array have the same digest.
+
+    Args:
+      devices: the devices of all processes.
+      arrays: paths of variables, and their arrays.
+      digests: digests of all processes. See `digests_of`.
+
+    Raises:
+      DivergenceError: they do not.
+    """
+    for row, (path, array) in zip(digests, arrays, strict=True):
+        places = array.sharding.devices_indices_map(array.shape)
+        shards = {(str(places[device]), digest) for device, digest in zip(devices, row, strict=True)}
+        if len(shards) > len({place for place, _ in shards}):
+            raise DivergenceError(
+                f"the variable {path!r} of a layout on {len({d.process_index for d in devices})} processes",
+                "the processes have given it different first values.",
+                "keras.utils.set_random_seed(1), with the same number in all processes",
+            )
