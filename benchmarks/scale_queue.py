@@ -14,6 +14,7 @@ from phalanx._src.parameter_server.processes.calls import Calls, Sign
 from phalanx._src.parameter_server.processes.ray import load_ray
 from phalanx._src.parameter_server.remote.plans import StepCall, StepReport
 from phalanx._src.parameter_server.scheduling.scheduler import Scheduler
+from phalanx._src.parameter_server.variables.ledger import Ledger
 
 
 def measure(workers: int, closures: int, rounds: int, fetches: int, step_s: float) -> dict[str, float]:
@@ -139,14 +140,18 @@ class _Homes:
     """Stands for the placement of variables, of which there are none."""
 
     def __init__(self, servers: _Servers) -> None:
-        self.servers = servers
+        self.servers, self.ledger, self.updates = servers, Ledger(0), _Updates()
+
+    def note_step(self) -> None:
+        """Does nothing."""
 
     def take_in(self, variables: Sequence[Any]) -> None:
         """Checks that there are none."""
         assert not variables
 
-    def holders(self, placements: Sequence[Any]) -> dict[int, tuple[int, ...]]:
-        return {}
+
+class _Updates:
+    """Stands for the updates of optimizers, of which there are none."""
 
     def clips(self, update: Any) -> bool:
         return False

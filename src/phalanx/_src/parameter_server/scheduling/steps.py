@@ -162,7 +162,7 @@ class StepCache:
                 # Assumes the shape of the previous batch. A worker with another shape asks for a new program.
                 taken[e.number].append(taken[e.number][-1])
         homes = self._homes
-        updates = tuple(homes.plan(u, exported) for u in exported.updates)
+        updates = tuple(homes.updates.plan(u, exported) for u in exported.updates)
         homes.take_in([v for i, v in enumerate(exported.variables) if i not in exported.seeds])
         placements = tuple(
             None if i in exported.seeds else homes.placement(v) for i, v in enumerate(exported.variables)
@@ -180,7 +180,7 @@ class StepCache:
             added=exported.added,
             set=exported.set,
             updates=updates,
-            holders=homes.holders([p for p in placements if p is not None]),
+            holders=homes.ledger.copies([p for p in placements if p is not None]),
             variant=variant,
             ids=exported.ids,
             lookups=exported.lookups,
@@ -207,7 +207,7 @@ class StepCache:
 
         platforms = self._platforms()
         with context.enter(Mode(self._strategy, None)), compiled_for(platforms):
-            return export(call, [*arrays, *drawn], platforms, clips=self._homes.clips)
+            return export(call, [*arrays, *drawn], platforms, clips=self._homes.updates.clips)
 
 
 def name_of(fn: object) -> str:
