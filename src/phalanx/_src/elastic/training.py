@@ -3,7 +3,6 @@
 
 import gc
 import itertools
-import math
 import signal
 import threading
 import time
@@ -17,6 +16,8 @@ from phalanx._src.checkpoint import text
 from phalanx._src.cluster.processes.notices import Notices
 from phalanx._src.cluster.watch import membership, watch
 from phalanx._src.elastic.copies import Copier, Copy, Kind, fingerprint, kinds_of, others, put_shares, taken_over
+from phalanx._src.elastic.reported import ReportedProgress
+from phalanx._src.elastic.schedule import CopySchedule
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.programs.identity import IdentityMap
 from phalanx._src.programs.interrupts import handler_of
@@ -27,14 +28,7 @@ from phalanx._src.strategies.base import Strategy
 from phalanx._src.strategies.multi_worker import MultiWorkerMirroredStrategy
 from phalanx.errors import PeerLostError, StartupError, StateLostError, listed
 
-_SHARE = 0.01
-"""The share of the time that copies may take."""
-_FIRST_EVERY = 8
-_AGREED_EVERY = 16
-_MOST_EVERY = 4096
 _ATTEMPTS = 10
-_AGREE_AFTER = 3
-"""Binary digits of the number of steps after which processes first agree on how often to copy: 8 steps."""
 _COLLECT_AFTER = 3
 """Steps of a new group after which what is left of the last one is collected."""
 
@@ -83,10 +77,7 @@ class Training:
 
     Attributes:
       step: number of steps that it has made.
-      told: the epoch, the number of its steps, and the number of callbacks at its end, reported to the user's code. What is repeated is not
-        reported again.
       source: rank of the process from which the others have taken the position.
-      is_behind: whether this process had reported less to the user's code than the source when they met. `catch_up` ends it.
       has_changed: whether this process is in a new group, which the caller has not taken note of yet.
     """
 
@@ -98,18 +89,29 @@ class Training:
         self._copy: Copy | None = None
         # What this process had when it left its last group, until it has what the next group has.
         self._brought: Copy | None = None
-        self.step, self._due, self._every = 0, 0, strategy.elastic.copy_every or _FIRST_EVERY
-        # How often to copy according to the measurements of this process, and the binary digits of the step of the last agreement.
-        self._wanted, self._agreed = self._every, 0
-        self.told, self.has_changed = [-1, 0, 0], True
-        self.source, self.is_behind = 0, False
-        self._end = [-1, 0, 0]
-        self._told_by_source = self.told
-        self._is_inside, self._steps_to_collect, self._clean = False, 0, 0
-        self._began_s, self._step_s = 0.0, float("inf")
+        self._schedule = CopySchedule(strategy.elastic.copy_every)
+        self._reported = ReportedProgress()
+        self.step, self.source, self.has_changed = 0, 0, True
+        # The number of steps that the watch knew when the present step began. None between two steps.
+        self._steps_before: int | None = None
+        self._steps_to_collect = 0
         self._call = next(_calls)
         self.is_over = member.begin(self._call) > self._call and member.is_late
         """Whether the others have finished this training before this process joined them."""
+
+    @property
+    def told(self) -> list[int]:
+        """The epoch, the number of its steps, and the number of callbacks at its end, reported to the user's code."""
+        return self._reported.told
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether this process had reported less to the user's code than the source when they met. `catch_up` ends it."""
+        return self._reported.is_behind
+
+    @property
+    def _is_inside(self) -> bool:
+        return self._steps_before is not None
 
     def enter(self, make_variables: Callable[[], object]) -> None:
         """Joins the others, if this process has started later than they.
@@ -169,10 +171,7 @@ class Training:
         position = self._progress.get_position(undone=self._is_inside)
         copy = self._copier.copy(self.step, self._progress.stage, position, self._strategy.topology)
         self._copy = copy or self._copy
-        cost_s = time.perf_counter() - began_s
-        if self._step_s < float("inf"):
-            self._wanted = math.ceil(min(_MOST_EVERY, max(1.0, cost_s / (_SHARE * self._step_s))))
-        self._due = self.step + 1 if copy is None else self._next_due
+        self._schedule.end_copy(self.step, time.perf_counter() - began_s, is_made=copy is not None)
 
     def begin_steps(self, end: int) -> bool:
         """Records that one or more steps begin. Call it when their batches have been read.
@@ -186,42 +185,17 @@ class Training:
         Raises:
           GroupChange: all processes meet here to form another group.
         """
-        self._is_inside = True
         watchdog = watch.own()
         assert watchdog is not None
-        self._clean = watchdog.steps
+        self._steps_before = watchdog.steps
         if reason := watchdog.change_point.is_reached():
             raise GroupChange(reason)
-        self._agree_on_copies()
-        if self._is_due():
+        exchange, is_agreed = self._strategy.topology.exchange, self._progress.is_agreed
+        self._schedule.agree(self.step, exchange, is_agreed=is_agreed)
+        if self._schedule.is_due(self.step, exchange, is_agreed=is_agreed, has_missed=self._copier.has_missed):
             self.keep()
-        self._began_s = time.perf_counter()
-        self._end = [self._progress.stage[0], end, 0]
-        return self._end > self.told
-
-    @property
-    def _next_due(self) -> int:
-        return (self.step // self._every + 1) * self._every
-
-    def _agree_on_copies(self) -> None:
-        """Decides with the others how often to copy, so that after a loss all continue from a copy of the same step.
-
-        They measure different times. Each time the number of steps has doubled, they take the longest interval.
-        """
-        if self._progress.is_agreed:
-            self._every = _AGREED_EVERY
-        elif self._strategy.elastic.copy_every is None and self._agreed < self.step.bit_length() > _AGREE_AFTER:
-            self._every = int(self._strategy.topology.exchange(np.array([self._wanted])).max())
-            self._due = min(self._due, self._next_due)
-        self._agreed = self.step.bit_length()
-
-    def _is_due(self) -> bool:
-        """Whether to copy now. If all processes must ask for the position at the same time, they decide together."""
-        is_due = self.step >= self._due or self._copier.has_missed
-        if not self._progress.is_agreed:
-            return is_due
-        # One process alone may have assigned a variable, for example the chief one of a metric that it prints.
-        return bool(self._strategy.topology.exchange(np.array([is_due])).any())
+        self._schedule.begin_steps()
+        return self._reported.begin_steps(self._progress.stage[0], end)
 
     def end_steps(self, count: int = 1) -> None:
         """Records that the steps have ended, and that they are reported to the user's code now.
@@ -230,15 +204,15 @@ class Training:
           PeerLostError: a process was lost in the steps, and the user's code has caught that error.
         """
         self._strategy.topology.require_peers()
-        self._is_inside = False
-        self.told = max(self.told, self._end)
+        self._steps_before = None
+        self._reported.end_steps()
         self.step += count
         if self._steps_to_collect:
             self._steps_to_collect -= 1
             if not self._steps_to_collect:
                 # The devices of the last group end with the last object that refers to them, and exceptions make cycles.
                 gc.collect()
-        self._step_s = min(self._step_s, (time.perf_counter() - self._began_s) / count)
+        self._schedule.end_steps(count)
 
     def survive(self, cause: BaseException) -> None:
         """Leaves the group and continues in the next one, with the newest variables that one of its processes has.
@@ -265,7 +239,7 @@ class Training:
         if self._brought is not None:
             return self._brought
         watchdog, are_here = watch.own(), isinstance(cause, GroupChange)
-        is_whole = are_here or not self._is_inside or watchdog is None or watchdog.steps == self._clean
+        is_whole = are_here or not self._is_inside or watchdog is None or watchdog.steps == self._steps_before
         if not is_whole or (self._progress.is_agreed and not are_here):
             return self._copy
         try:
@@ -314,11 +288,13 @@ class Training:
         topology = self._strategy.topology
         has_it = topology.worker_index == generation.source
         with bootstrap.without_lines_of_gloo():
-            packed_state = text.packed([offer.step, self.told, offer.position, kinds, self._every]) if has_it else None
+            packed_state = (
+                text.packed([offer.step, self.told, offer.position, kinds, self._schedule.every]) if has_it else None
+            )
             with topology.dispatching(is_step=False):
                 # Not a collective, because that would need a program to trace.
                 shared_state = coordination.share(packed_state)
-            step, theirs, position, kinds, self._every = text.unpacked(shared_state)
+            step, theirs, position, kinds, every = text.unpacked(shared_state)
             if not generation.is_even:
                 arrays = [np.zeros(kind.shape, kind.dtype) for kind in map(Kind._make, kinds)]
                 source_values = [value for _, value in values] if has_it else arrays
@@ -328,23 +304,21 @@ class Training:
         self._progress.move(topology)
         self._progress.set_position(position)
         self.step, self._brought = step, None
-        # Only `catch_up` changes `told`, so that it always fits what the user's code of this process has been told.
-        self.source, self._told_by_source, self.is_behind = generation.source, theirs, self.told < theirs
-        self._is_inside, self._due, self.has_changed = False, self.step, True
-        self._agreed = self.step.bit_length()
+        self._reported.meet(theirs)
+        self._schedule.continue_at(step, every)
+        self.source, self._steps_before, self.has_changed = generation.source, None, True
         # Not after the first step, because the others wait for it.
         self._steps_to_collect = _COLLECT_AFTER
 
     def begin_epoch(self, epoch: int) -> bool:
         """Records that an epoch begins. Returns whether it has not been reported to the user's code yet."""
-        is_new = [epoch, 0, 0] > self.told
-        self.told = max(self.told, [epoch, 0, 0])
-        return is_new
+        return self._reported.begin_epoch(epoch)
 
     def end_callbacks(self, count: int) -> None:
         """Records that so many callbacks were called at the end of the present epoch."""
-        self.told = [*self.told[:2], count]
+        self._reported.end_callbacks(count)
 
     def catch_up(self) -> None:
         """Records that the user's code of this process is as far as that of the source. Call it in a new group, before the first step."""
-        self.told, self.is_behind, self.has_changed = max(self.told, self._told_by_source), False, False
+        self._reported.catch_up()
+        self.has_changed = False
