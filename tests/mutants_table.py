@@ -605,7 +605,7 @@ FAULTS = [
     ),
     Fault(
         "updates of several workers are added instead of averaged",
-        "server:ParameterServer._apply",
+        "values:ServerValues.apply",
         "sum(each) / len(terms)",
         "sum(each)",
         "cluster/parameter_server/test_consistency.py",

@@ -18,7 +18,6 @@ from typing import Any
 
 import jax
 import jax.export
-import jax.numpy as jnp
 import numpy as np
 
 from phalanx._src.parameter_server.processes.calls import Busy, Sign
@@ -30,12 +29,12 @@ from phalanx._src.parameter_server.remote.plans import (
     LostServerError,
     Push,
     Pusher,
-    Rows,
     UpdateProgram,
 )
 from phalanx._src.parameter_server.remote.shared_memory import Packed, SharedMemoryConnection
 from phalanx._src.parameter_server.remote.staleness import Clock
-from phalanx._src.typed_jax import block_until_ready, set_config
+from phalanx._src.parameter_server.remote.values import ServerValues
+from phalanx._src.typed_jax import set_config
 from phalanx.typing import PyTree
 
 _WAIT_S = 600.0
@@ -60,9 +59,7 @@ class ParameterServer:
         # The accelerators of the machine belong to its workers.
         set_config("jax_platforms", "cpu")
         self._index = index
-        self._values: dict[int, jax.Array] = {}
-        self._labels: dict[int, Label] = {}
-        self._updates: dict[int, tuple[UpdateProgram, Callable[..., Any]]] = {}
+        self._values = ServerValues()
         self._lives: dict[int, int] = {}
         self._clock = Clock(max_staleness)
         self._peers: Sequence[Any] = ()
@@ -106,45 +103,37 @@ class ParameterServer:
     def put(self, values: Mapping[int, np.ndarray], labels: Mapping[int, Label] | None = None) -> None:
         """Stores values, and labels of new keys."""
         with self._change:
-            self._values.update({key: jnp.array(x) for key, x in values.items()})
-            self._labels.update(labels or {})
+            self._values.put(values, labels or {})
 
     def make(self, key: int, program: bytes, labels: Mapping[int, Label]) -> None:
         """Initializes a table by running the serialized program of its initializer."""
         with self._change:
-            self._values[key] = jax.jit(jax.export.deserialize(bytearray(program)).call)()
-            self._labels.update(labels)
+            self._values.make(key, program, labels)
 
     def get(self, requests: Sequence[int | tuple[int, np.ndarray]]) -> list[np.ndarray]:
         """Returns values: the full array for a key, or some rows for a pair of a key and row indices."""
         with self._change:
-            return [
-                np.asarray(self._values[x[0]])[x[1]] if isinstance(x, tuple) else np.asarray(self._values[x])
-                for x in requests
-            ]
+            return self._values.get(requests)
 
     def drop(self, keys: Iterable[int]) -> None:
         """Deletes values."""
         with self._change:
-            for key in keys:
-                self._values.pop(key, None)
-                self._labels.pop(key, None)
+            self._values.drop(keys)
 
     def inventory(self) -> Inventory | None:
         """Returns the inventory of this server, or None if its start was interrupted before it met the other servers."""
         with self._change:
-            return Inventory(dict(self._lives), dict(self._labels)) if self._peers else None
+            return Inventory(dict(self._lives), dict(self._values.labels)) if self._peers else None
 
     def keep(self, keys: Collection[int]) -> None:
         """Deletes all other values, and the programs of a coordinator that has died."""
         with self._change:
-            self.drop(self._values.keys() - set(keys))
-            self._updates.clear()
+            self._values.keep(keys)
 
     def learn(self, name: int, program: UpdateProgram) -> None:
         """Compiles and stores the program of an optimizer's update."""
         with self._change:
-            self._updates[name] = program, _in_place(program)
+            self._values.learn(name, program)
 
     def enter(self, pushers: Iterable[Pusher]) -> None:
         """Registers workers that will push. Earlier generations of the same workers are rejected from now on."""
@@ -254,12 +243,12 @@ class ParameterServer:
     def state(self) -> tuple[dict[int, np.ndarray], dict[int, Label]]:
         """Returns all values and labels, as `put` takes them."""
         with self._change:
-            return {key: np.asarray(x) for key, x in self._values.items()}, dict(self._labels)
+            return self._values.get_all(), dict(self._values.labels)
 
     def statistics(self) -> tuple[int, Counter[int], int]:
         """Returns the number of applied updates, the histogram of staleness (staleness to number of steps), and the bytes held."""
         with self._change:
-            return self._clock.version, Counter(self._clock.staleness), sum(x.nbytes for x in self._values.values())
+            return self._clock.version, Counter(self._clock.staleness), self._values.num_bytes
 
     def num_applied(self) -> int:
         """Returns the number of applied updates."""
@@ -318,21 +307,8 @@ class ParameterServer:
         return {s: self._peers[s].commit.remote(decision, push.pusher, requests.get(s)) for s in push.peer_pushes}
 
     def _apply(self, turn: int, pushes: Sequence[Push]) -> None:
-        """Applies some pushes as one update: increments and assignments in order, and optimizers with the mean gradient."""
-        gradients: dict[int, list[list[Any]]] = {}
-        for push in pushes:
-            for key, increment in push.added.items():
-                self._values[key] = _added(self._values[key], increment)
-            self._values.update({key: jnp.array(x) for key, x in push.set.items()})
-            for name, of_update in push.updates.items():
-                gradients.setdefault(name, []).append(of_update)
-        for name, terms in gradients.items():
-            program, run = self._updates[name]
-            mean = terms[0] if len(terms) == 1 else [sum(each) / len(terms) for each in zip(*terms, strict=True)]
-            values = [self._values.pop(key) for key in program.keys]
-            self._values.update(zip(program.keys, run(values, mean), strict=True))
-        # The gradients may be in shared memory, which a worker overwrites as soon as its push has returned.
-        block_until_ready(list(self._values.values()))
+        """Applies some pushes as one update. See `ServerValues.apply`."""
+        self._values.apply(pushes)
         for push in pushes:
             self._done[push.pusher] = push.number
         self._applied = turn
@@ -357,50 +333,3 @@ class ParameterServer:
             raise TimeoutError(f"Parameter server {self._index} waited {_WAIT_S:.0f} s for an update of other workers.")
         if pusher is not None and not is_ready():
             self._require(pusher)
-
-
-def _in_place(program: UpdateProgram) -> Callable[[list[jax.Array], list[Any]], list[jax.Array]]:
-    """Compiles an update as a function from values and gradients to values, which donates the values that it writes."""
-    exported: Any = jax.export.deserialize(bytearray(program.module))
-    written = set(program.set)
-    numbers = range(len(program.keys))
-
-    def update(
-        old: dict[int, jax.Array], unchanged: dict[int, jax.Array], gradients: list[Any], ids: Any
-    ) -> dict[int, Any]:
-        values, of = old | unchanged, program.rows_of
-        # Padding ids point past the last row. These rows are read as zero and are not written.
-        inputs = [
-            values[i] if of[i] is None else values[i].at[ids[of[i]]].get(mode="fill", fill_value=0) for i in numbers
-        ]
-        _, _, new, _ = exported.call(inputs, gradients)
-        return {
-            i: x if of[i] is None else values[i].at[ids[of[i]]].set(x, mode="drop")
-            for i, x in zip(program.set, new, strict=True)
-        }
-
-    compiled = jax.jit(update, donate_argnums=0)
-    specs = exported.in_tree.unflatten(exported.in_avals)[0][1]
-    tables = {of: i for i, of in enumerate(program.rows_of) if of is not None}
-
-    def in_place(values: list[jax.Array], gradients: list[Any]) -> list[jax.Array]:
-        unchanged = {i: x for i, x in enumerate(values) if i not in written}
-        filled = {g: _filled(gradients[g], len(values[i]), specs[g].shape[0]) for g, i in tables.items()}
-        ids = {g: rows.ids for g, rows in filled.items()}
-        dense = [filled[g].values if g in filled else x for g, x in enumerate(gradients)]
-        new = compiled({i: values[i] for i in program.set}, unchanged, dense, ids)
-        return [x for _, x in sorted({**unchanged, **new}.items())]
-
-    return in_place
-
-
-def _filled(rows: Rows, behind: int, count: int) -> Rows:
-    """Pads rows to a fixed number, so that one program fits. The padding ids are `behind`, the number of rows of the table."""
-    room = count - len(rows.ids)
-    ids = np.concatenate([rows.ids, np.full(room, behind, rows.ids.dtype)])
-    return Rows(ids, np.concatenate([rows.values, np.zeros((room, *rows.values.shape[1:]), rows.values.dtype)]))
-
-
-@jax.jit
-def _added(value: jax.Array, increment: jax.Array) -> jax.Array:
-    return value + increment
