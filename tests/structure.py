@@ -190,9 +190,9 @@ LIMITS: dict[Callable[[Sources], list[str]], tuple[int, int]] = {
     pronouns: (2, 40),
     attributes_on_objects_of_keras: (0, 0),
     clone_pairs: (1, 20),
-    lines_with_any: (310, 300),
-    missing_comments: (583, 0),
-    all_lines: (68_100, 55_500),
+    lines_with_any: (309, 300),
+    missing_comments: (569, 0),
+    all_lines: (69_000, 55_500),
 }
 """For each count, the limit of today and the goal."""
 

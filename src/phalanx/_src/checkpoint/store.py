@@ -81,6 +81,7 @@ def write(file: Path, arrays: Mapping[str, np.ndarray], notes: Mapping[str, Any]
     # Other users may be able to write into the folder: nobody knows the name before, and nothing is there yet.
     beside = file.with_name(f".{file.name}.{secrets.token_hex(8)}.part")
     dtypes = {name: array.dtype.name for name, array in arrays.items() if array.dtype.name not in _CODES}
+    # The format has no checksums of its own.
     array_sums = {name: sums.of_array(array) for name, array in arrays.items()}
     metadata = {"format": _FORMAT, "notes": json.dumps({**notes, "dtypes": dtypes, "sums": array_sums})}
     try:
@@ -130,6 +131,7 @@ def require_room(folder: str | os.PathLike[str], size: int = 0) -> None:
     """
     path = Path(folder)
     try:
+        # Parents that are missing are made at the first save, so the nearest folder that exists decides.
         there = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
         problem = None if there.is_dir() else errno.ENOTDIR
         if problem is None and not os.access(there, os.W_OK | os.X_OK):
@@ -152,6 +154,7 @@ def _header(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> by
         shape = [*array.shape, *([] if code else [array.dtype.itemsize])]
         entries[name] = {"dtype": code or "U8", "shape": shape, "data_offsets": [begin, end]}
     header = json.dumps(entries).encode()
+    # As safetensors does, so that the arrays are aligned.
     header += b" " * (-len(header) % 8)
     header = struct.pack("<Q", len(header)) + header
     begin = 8 + len(_BEFORE_SUM)
@@ -293,6 +296,7 @@ class CheckpointFile:
           CheckpointError: the file is damaged, or one with pieces of the array is missing.
         """
         shape, dtype = self.spec(name)
+        # The pieces of a divided array are in other files.
         if name in self._divisions:
             return self.part(name, tuple((0, n) for n in shape))
         try:
@@ -303,6 +307,7 @@ class CheckpointFile:
             sum_of = sums.of_bytes if self.is_old else sums.of_array
             if sum_of(array) != self.notes["sums"][name]:
                 raise self._refuse(f"{name} is not what was saved")
+            # Once per open file: a restore may read an array several times.
             self._sound.add(name)
         if name not in self._dtypes:
             return array

@@ -109,6 +109,7 @@ class ClusterSpec:
         return self._tasks == other._tasks if isinstance(other, ClusterSpec) else NotImplemented
 
     def __hash__(self) -> int:
+        # The tasks are in dicts, which have no hash.
         return hash(repr(self))
 
     def __repr__(self) -> str:
@@ -152,6 +153,7 @@ def check(spec: ClusterSpec, task: Task | None = None) -> None:
     """
     for job in [*spec.jobs, *([task.type] if task else [])]:
         if job not in ROLES:
+            # TF_CONFIG of TensorFlow 1 called the chief so.
             hint = '"chief": ["host0:12345"]' if job == "master" else _CLUSTER_HINT
             raise ClusterError(f"job {job!r}", f"the roles are {_list(ROLES)}.", hint)
     for job in {*_SINGLE} & {*spec.jobs}:

@@ -54,6 +54,7 @@ class CopySchedule:
         """
         if self._step_s < float("inf"):
             self._wanted = math.ceil(min(_MOST_EVERY, max(1.0, cost_s / (_SHARE * self._step_s))))
+        # Multiples of the interval, so that all processes copy before the same steps whenever they joined.
         self._due = self._next_due(step) if is_made else step + 1
 
     def agree(self, step: int, exchange: Callable[[np.ndarray], np.ndarray], *, is_agreed: bool) -> None:

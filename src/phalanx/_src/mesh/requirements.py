@@ -50,6 +50,7 @@ def require_own_rows(devices: Sequence[jax.Device], replicas: Sequence[range]) -
     Raises:
       DeviceError: they do not.
     """
+    # In this order, two ranges overlap only if two neighbours do.
     ordered = sorted(replicas, key=lambda each: (each.start, each.stop))
     per_replica = len(devices) // max(each.stop for each in ordered)
     for first, second in itertools.pairwise(ordered):
@@ -65,6 +66,7 @@ def require_own_rows(devices: Sequence[jax.Device], replicas: Sequence[range]) -
 
 def digests_of(devices: Sequence[jax.Device], arrays: Sequence[tuple[str, jax.Array]]) -> np.ndarray:
     """Returns a digest per array and device, `(arrays, devices)`. 0 for the devices of other processes."""
+    # 32 bits, because JAX exchanges no wider integers unless x64 is on.
     digests = np.zeros((len(arrays), len(devices)), np.uint32)
     for row, (_, array) in zip(digests, arrays, strict=True):
         for shard in array.addressable_shards:

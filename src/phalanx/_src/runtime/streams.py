@@ -24,6 +24,7 @@ def filtered(stream: TextIO, descriptor: int, is_shown: Callable[[bytes], bool])
         yield
         return
     with tempfile.TemporaryFile() as file:
+        # A file and not a pipe: nobody would empty a pipe while the block runs, and the writer would wait.
         os.dup2(file.fileno(), descriptor)
         try:
             yield

@@ -54,6 +54,7 @@ def warn_of_misplaced(request: Request) -> None:
         for name in option.opts
         if name.startswith("--")
     }
+    # click stops at SCRIPT, as `python` does, and passes everything behind it on.
     moved, remaining = misplaced(request.target, request.arguments, takes_value)
     if moved:
         script = [*(["-m"] if request.is_module else []), request.target]

@@ -133,13 +133,16 @@ def run(
                 "one launcher starts all workers on Ray's nodes.",
                 "leave out --in-cluster",
             )
+        # Before anything starts: otherwise each worker would fail by itself, and be started again.
         request.check_script()
         warn_of_misplaced(request)
+        # On several machines all launchers need the same secret, which only the user can give them.
         environment = dict(os.environ) if in_cluster else environment_of_processes()
         if report:
             environment[REPORT] = "1"
         span = profile and Span.parse(profile, Path(profile_folder).absolute())
         if span:
+            # Files of an earlier run would become part of the time line.
             clear(span.folder)
             environment[PROFILE] = str(span)
         machines = _machines(request) if in_cluster else ALONE

@@ -53,6 +53,7 @@ class Comparison:
         """Answers the processes that wait, on rank 0, once every process waits or is in that step already."""
         if self._members.rank != 0:
             return
+        # Called by the watch and by a main thread that asks, and only one may answer.
         with self._settling:
             members = self._members.by_rank
             for message in (self._operations.report(), ComparisonRequest(self.signature)):
@@ -75,6 +76,7 @@ class Comparison:
         """Compares the programs of the ranks that wait. The `known` ranks run a program that was compared before."""
         difference = compare(requests)
         is_read = any(READ in signature for signature in requests.values())
+        # Dicts and lists have no hash.
         texts = {json.dumps(signature) for signature in requests.values()}
         if known and difference is None and (is_read or not texts <= self._known):
             difference = Difference(

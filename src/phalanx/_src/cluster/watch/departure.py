@@ -124,6 +124,7 @@ class Departure:
         while verdict.is_loss and not survives and self._time.clock() - started_s < self._grace_s:
             self._time.sleep(self._tick_s)
         with suppress(OSError, ValueError):
+            # `os._exit` below flushes nothing.
             sys.stdout.flush()
         end = f"The cluster cannot go on, and rank {self._members.rank} ends here."
         write_line(f"{verdict}\n{end}\n{_stacks()}".rstrip("\n"))

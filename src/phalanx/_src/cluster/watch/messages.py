@@ -109,5 +109,6 @@ def as_json(message: WatchMessage) -> dict[str, Any]:
 
 def from_json(message: Mapping[str, Any]) -> WatchMessage:
     """Returns the message that another process has sent. One that this version does not know is a sign of life."""
+    # A process of another version must not end this watch.
     kind = _KINDS.get(message.get("kind", ""))
     return kind(**{name: value for name, value in message.items() if name != "kind"}) if kind else SignOfLife()

@@ -152,6 +152,7 @@ class Rendezvous(threading.Thread):
     def report(self, report: LauncherReport) -> GroupStatus:
         """See `AbstractRendezvous`."""
         with self._lock:
+            # The lock: this is the main thread of the launcher, while the thread of the rendezvous works.
             self._note(self._launchers[0], report)
             return self._standing()
 
@@ -227,10 +228,12 @@ class Rendezvous(threading.Thread):
         if type(number) is not int:
             peer.connection.close()
             return
+        # A process that was started again connects before the end of its predecessor's connection is noticed.
         if number in self._members:
             self._forget(self._members[number])
         member = self._members[number] = _Member(number, peer, self._clock())
         self._selector.register(peer.connection, selectors.EVENT_READ, member)
+        # A late process makes its variables alone, before it meets the others. See `Training.enter`.
         peer.say({"is_late": self.generation > 0})
 
     def _hear_launcher(self, launcher: _Launcher) -> None:
@@ -257,6 +260,7 @@ class Rendezvous(threading.Thread):
                 launcher.peer.say(asdict(standing))
 
     def _kill(self, number: int, why: str) -> None:
+        # Only the launcher of its machine can send a signal to a process.
         for launcher in self._launchers:
             if launcher.peer and launcher.report and number in launcher.report.running:
                 launcher.peer.say({"kill": number, "why": why})
@@ -264,6 +268,7 @@ class Rendezvous(threading.Thread):
         self._kill_here(number, why)
 
     def _hear(self, member: _Member) -> None:
+        # The connection was ready in this turn, and a newer one of the same process has replaced it since.
         if self._members.get(member.number) is not member:
             return
         messages, is_open = member.line.hear()
@@ -327,6 +332,7 @@ class Rendezvous(threading.Thread):
             return
         came = [m for m in survivors if m.ready]
         call = max((m.call for m in survivors), default=0)
+        # A process that is in a later training already waits until the others get there.
         newcomers = [m for m in newcomers if m.call == call]
         if not came:
             self._pending_s = None

@@ -161,6 +161,7 @@ class Supervisor:
 
     def drop(self, name: int) -> None:
         """Marks a resource as no longer needed."""
+        # Called by a finalizer, which may run in any thread and must not wait for the worker.
         self._dropped.append(name)
 
     def _serve(self) -> None:
@@ -234,6 +235,7 @@ class Supervisor:
         began = time.perf_counter()
         report = self._call(Worker.run, tasks)
         if report.results:
+            # Never zero: the time divides the number of steps to send at once.
             self._step_s = max(1e-4, (time.perf_counter() - began) / len(report.results))
         for variant, arrays in report.results:
             work = closures[0].work
@@ -258,6 +260,7 @@ class Supervisor:
         self._call(Worker.meet, self.pusher, self._servers.actors)
 
     def _enter(self) -> None:
+        # The servers reject what the old worker still sends: its steps are given to another one.
         old, self.pusher = self.pusher, Pusher(self.pusher.worker, self.pusher.life + 1)
         self._servers.forget(old)
         self._servers.tell(ParameterServer.enter, [self.pusher])
@@ -281,6 +284,7 @@ class Supervisor:
                 return
             self._cluster.end(self._peer.actor)
             self._enter()
+            # A new process has no datasets and values yet. `_make` sends them again.
             self._made = {}
             self.state = WorkerState.STARTING
             self._peer = self._start()
@@ -370,6 +374,7 @@ class Supervisor:
 
     def _note_loss(self, peer: Peer[Worker], why: Lost | None) -> None:
         with self._making:
+            # Several threads call the worker. Each notices the loss, and one of them may have replaced it already.
             if peer is not self._peer or self.state is WorkerState.LOST:
                 return
             self.state = WorkerState.LOST
@@ -381,6 +386,7 @@ class Supervisor:
                 )
 
     def _put_back(self, closures: Sequence[Closure]) -> None:
+        # Each goes to the head of the queue, so that the last one put back runs first.
         for closure in reversed(closures):
             self._queue.put_back(closure)
 

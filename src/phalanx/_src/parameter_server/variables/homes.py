@@ -284,6 +284,7 @@ class Homes:
         _owners[variable] = self
         compat.set_raw_values([variable], [None])
         slot_of(variable).store(None, None)
+        # The servers free the memory once this process can no longer ask for the variable.
         weakref.finalize(variable, self._forget, placement)
 
     def save_new(self) -> None:

@@ -78,6 +78,7 @@ class UpdatePlans:
           InvalidArgumentError: the optimizer needs whole variables or all gradients, but several servers have parts of them.
         """
         with self._homes.servers.lock:
+            # Its slots must exist before they can be placed beside their variables.
             compat.build_optimizer(update.optimizer, update.variables)
             self._homes.take_in(compat.trained_by(update.optimizer, None))
             self._check_divisible(update)
@@ -94,6 +95,7 @@ class UpdatePlans:
                 for v, i in zip(update.variables, numbers, strict=True)
             )
             rate = compat.learning_rate_of(update.optimizer)
+            # A program contains the slots of its variables, the learning rate, and the number of rows of each lookup.
             key = (*map(id, update.variables), id(rate), *tables.values())
             updates = self._updates.get(update.optimizer)
             if updates is None:
