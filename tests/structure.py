@@ -184,15 +184,15 @@ def all_lines(sources: Sources) -> list[str]:
 LIMITS: dict[Callable[[Sources], list[str]], tuple[int, int]] = {
     names_of_the_root: (20, 20),
     mutable_names: (46, 20),
-    classes_of_many_methods: (13, 6),
-    classes_of_many_fields: (3, 0),
+    classes_of_many_methods: (12, 6),
+    classes_of_many_fields: (2, 0),
     class_names_used_twice: (0, 0),
     pronouns: (2, 40),
     attributes_on_objects_of_keras: (0, 0),
     clone_pairs: (1, 20),
     lines_with_any: (309, 300),
-    missing_comments: (569, 0),
-    all_lines: (69_000, 55_500),
+    missing_comments: (571, 0),
+    all_lines: (69_200, 55_500),
 }
 """For each count, the limit of today and the goal."""
 

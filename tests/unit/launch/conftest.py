@@ -171,7 +171,7 @@ class Service:
 
 @pytest.fixture
 def no_service(monkeypatch):
-    monkeypatch.setattr(rendezvous, "_Service", Service)
+    monkeypatch.setattr(rendezvous, "Service", Service)
 
 
 @pytest.fixture

@@ -49,7 +49,9 @@ class GroupStatus:
 class AbstractRendezvous(Protocol):
     """The rendezvous of an elastic group, on this machine or on another one."""
 
-    address: str
+    @property
+    def address(self) -> str:
+        """Its address, for the processes."""
 
     def start(self) -> None:
         """Begins to work."""

@@ -7,26 +7,23 @@ The launchers of other machines keep a connection too: see `phalanx._src.launch.
 """
 
 import selectors
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, final
 
 from typing_extensions import override
 
-from phalanx._src.cluster.connections.hosts import LOOPBACK, PRIVATE
+from phalanx._src.cluster.connections.hosts import LOOPBACK
 from phalanx._src.cluster.connections.listener import Connection, Listener, MessageStream, expect_answers, split
-from phalanx._src.cluster.connections.ports import short_folder
 from phalanx._src.cluster.connections.secret import secret_of
 from phalanx._src.cluster.resolvers.base import start_timeout_s
+from phalanx._src.launch.elastic.launchers import Launchers, MachineLauncher
 from phalanx._src.launch.elastic.messages import GroupStatus, LauncherReport
+from phalanx._src.launch.elastic.service import Service
 from phalanx._src.launch.plan import ALONE, Machines
-from phalanx.errors import StartupError, listed
+from phalanx.errors import StartupError
 
 _TICK_S = 0.2
 _SILENCE_S = 10.0
@@ -35,27 +32,6 @@ _ASK_S = 1.0
 _NO_RANK = 1 << 30
 _MOST = 128
 """Number of processes that may connect at the same time."""
-
-
-@dataclass
-class _Launcher:
-    """The launcher of a machine.
-
-    Args:
-      peer: its connection. None on this machine.
-      report: its last report. None if it has not connected yet, or was lost.
-      sent_status: the last status that was sent to it.
-      until_s: time of `time.monotonic` until which others wait for it if it has not connected, or was lost.
-    """
-
-    until_s: float
-    peer: Connection | None = None
-    report: LauncherReport | None = None
-    sent_status: GroupStatus = GroupStatus()
-    line: MessageStream | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.line = MessageStream(self.peer.connection) if self.peer else None
 
 
 @dataclass
@@ -83,6 +59,21 @@ class _Member:
 
     def __post_init__(self) -> None:
         self.line = MessageStream(self.peer.connection)
+
+
+@dataclass
+class _Generation:
+    """A group between two changes.
+
+    Args:
+      number: its number. 0 before the first.
+      members: numbers of its processes, by rank.
+      gone: those of them that have ended and are not replaced.
+    """
+
+    number: int = 0
+    members: tuple[int, ...] = ()
+    gone: set[int] = field(default_factory=set)
 
 
 @final
@@ -113,35 +104,39 @@ class Rendezvous(threading.Thread):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(name="phalanx-rendezvous", daemon=True)
-        self._clock = clock
-        self._least, self._kill_here, self._say = least, kill, say
-        self._patience_s = start_timeout_s(environment)
-        self.address = machines.address or f"{LOOPBACK}:0"
-        secret = secret_of([self.address], environment)
+        self._least, self._say, self._clock = least, say, clock
+        patience_s = start_timeout_s(environment)
+        address = machines.address or f"{LOOPBACK}:0"
         try:
-            self._listener = Listener(self.address, secret, _MOST, say)
+            self._listener = Listener(address, secret_of([address], environment), _MOST, say)
         except OSError as e:
             raise StartupError(
-                f"the rendezvous at {self.address}",
+                f"the rendezvous at {address}",
                 f"this machine cannot listen there: {e.strerror or e}.",
                 "use a free port and the name of this machine in the address of the first task",
             ) from e
-        self.address = self._listener.address
-        self._service = _Service(environment, split(self.address)[0] if machines.count > 1 else "")
+        self._service = Service(environment, split(self.address)[0] if machines.count > 1 else "")
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener.fileno, selectors.EVENT_READ, None)
         self._members: dict[int, _Member] = {}
-        self._launchers = [_Launcher(self._until_s) for _ in range(machines.count)]
+        self._launchers = Launchers(machines.count, patience_s, kill, self._selector, clock)
         self._lock = threading.Lock()
         self._is_over = False
         self._pending_s: float | None = None
         self._said = ""
         self._ask_s = 0.0
-        self._numbers: tuple[int, ...] = ()
-        self._gone: set[int] = set()
-        self._has_finished = False
-        self.generation, self.steps = 0, -1
-        """The number of the present generation, and the most steps that a process has reported."""
+        self._generation, self.steps = _Generation(), -1
+        """The present generation, and the most steps that a process has reported."""
+
+    @property
+    def address(self) -> str:
+        """The address at which it listens."""
+        return self._listener.address
+
+    @property
+    def generation(self) -> int:
+        """The number of the present generation."""
+        return self._generation.number
 
     def end(self) -> None:
         """Ends the rendezvous."""
@@ -153,48 +148,19 @@ class Rendezvous(threading.Thread):
         """See `AbstractRendezvous`."""
         with self._lock:
             # The lock: this is the main thread of the launcher, while the thread of the rendezvous works.
-            self._note(self._launchers[0], report)
+            # A process that takes the place of another one is not gone.
+            self._generation.gone -= self._launchers.note(report)
             return self._standing()
-
-    def _note(self, launcher: _Launcher, report: LauncherReport) -> None:
-        # A process that takes the place of another one is not gone.
-        before = launcher.report.running if launcher.report else ()
-        self._gone -= set(report.running) - set(before)
-        launcher.report = report
-        self._has_finished = self._has_finished or report.has_finished
 
     def _standing(self) -> GroupStatus:
         return GroupStatus(
             self.steps,
-            self._numbers,
-            None if not self.generation or self._survivors() else tuple(sorted(self._gone)),
-            self._hopeless(),
-            self._has_finished,
-            any(each.report and each.report.running for each in self._launchers[1:]),
+            self._generation.members,
+            None if not self.generation or self._survivors() else tuple(sorted(self._generation.gone)),
+            self._launchers.hopeless(self._least),
+            self._launchers.has_finished,
+            self._launchers.some_run_elsewhere,
         )
-
-    def _hopeless(self) -> str:
-        hopeful = sum(each.report.hopeful for each in self._launchers if each.report)
-        if self._has_finished or self._awaits_machine or hopeful >= self._least:
-            return ""
-        lost = [f"{index}" for index, each in enumerate(self._launchers) if each.report is None]
-        waited = f", after {self._patience_s:g} s without phalanx run on the machines of these tasks: {listed(lost)}"
-        return f"too few workers are left, {hopeful} of at least {self._least}{waited if lost else ''}"
-
-    @property
-    def _until_s(self) -> float:
-        """Until when to wait for a machine from now on."""
-        return self._clock() + self._patience_s
-
-    @property
-    def _awaits_machine(self) -> bool:
-        """Whether a machine has not come yet or may come back, so that nobody knows how many processes it will have."""
-        now_s = self._clock()
-        return any(each.report is None and now_s < each.until_s for each in self._launchers)
-
-    @property
-    def _running(self) -> set[int]:
-        return {number for each in self._launchers if each.report for number in each.report.running}
 
     @override
     def run(self) -> None:
@@ -208,22 +174,21 @@ class Rendezvous(threading.Thread):
                         for key, _ in ready:
                             if isinstance(key.data, _Member):
                                 self._hear(key.data)
-                            elif isinstance(key.data, _Launcher):
-                                self._hear_launcher(key.data)
+                            elif isinstance(key.data, MachineLauncher):
+                                self._generation.gone -= self._launchers.hear(key.data)
                         self._settle()
-                        self._tell_launchers()
+                        self._launchers.tell(self._standing())
                     except Exception as e:  # Nobody would notice the end of this thread, and all would wait for it.
                         self._end_all(f"the rendezvous has failed: {e!r}")
-            for peer in [m.peer for m in self._members.values()] + [x.peer for x in self._launchers if x.peer]:
-                peer.connection.close()
+            for member in self._members.values():
+                member.peer.connection.close()
+            self._launchers.close()
 
     def _admit(self, peer: Connection) -> None:
         expect_answers(peer.connection)
         number, machine = peer.hello.get("member"), peer.hello.get("machine")
-        if type(machine) is int and 0 < machine < len(self._launchers):
-            self._lose(self._launchers[machine])
-            launcher = self._launchers[machine] = _Launcher(self._until_s, peer)
-            self._selector.register(peer.connection, selectors.EVENT_READ, launcher)
+        if self._launchers.knows(machine):
+            self._launchers.connect(machine, peer)
             return
         if type(number) is not int:
             peer.connection.close()
@@ -235,37 +200,6 @@ class Rendezvous(threading.Thread):
         self._selector.register(peer.connection, selectors.EVENT_READ, member)
         # A late process makes its variables alone, before it meets the others. See `Training.enter`.
         peer.say({"is_late": self.generation > 0})
-
-    def _hear_launcher(self, launcher: _Launcher) -> None:
-        assert launcher.line
-        messages, is_open = launcher.line.hear()
-        for message in messages:
-            self._note(launcher, LauncherReport(tuple(message["running"]), message["hopeful"], message["has_finished"]))
-        if not is_open:
-            self._lose(launcher)
-
-    def _lose(self, launcher: _Launcher) -> None:
-        """Continues without a machine, which may reconnect."""
-        if launcher.peer:
-            self._selector.unregister(launcher.peer.connection)
-            launcher.peer.connection.close()
-            launcher.peer = launcher.report = None
-            launcher.until_s = self._until_s
-
-    def _tell_launchers(self) -> None:
-        standing = self._standing()
-        for launcher in self._launchers:
-            if launcher.peer and launcher.sent_status != standing:
-                launcher.sent_status = standing
-                launcher.peer.say(asdict(standing))
-
-    def _kill(self, number: int, why: str) -> None:
-        # Only the launcher of its machine can send a signal to a process.
-        for launcher in self._launchers:
-            if launcher.peer and launcher.report and number in launcher.report.running:
-                launcher.peer.say({"kill": number, "why": why})
-                return
-        self._kill_here(number, why)
 
     def _hear(self, member: _Member) -> None:
         # The connection was ready in this turn, and a newer one of the same process has replaced it since.
@@ -288,14 +222,14 @@ class Rendezvous(threading.Thread):
                 for other in self._survivors():
                     # One that is ready has left the generation, and waits for the next.
                     if other.rank in message["accuses"] and not other.ready:
-                        self._kill(other.number, message["why"])
+                        self._launchers.kill(other.number, message["why"])
 
     def _forget(self, member: _Member) -> None:
         self._selector.unregister(member.peer.connection)
         member.peer.connection.close()
         del self._members[member.number]
         if member.generation:
-            self._gone.add(member.number)
+            self._generation.gone.add(member.number)
 
     def _survivors(self) -> list[_Member]:
         """Returns the remaining processes of the present generation, by rank."""
@@ -323,10 +257,11 @@ class Rendezvous(threading.Thread):
         survivors, now_s = self._survivors(), self._clock()
         newcomers = [m for m in self._members.values() if m.ready and m.generation == 0]
         if not self.generation:
-            other_launchers = enumerate(self._launchers[1:], start=1)
-            if awaited := [f"{index}" for index, launcher in other_launchers if launcher.report is None]:
+            if awaited := [f"{index}" for index in self._launchers.missing if index]:
                 self._say_once(f"Waiting for phalanx run on the machines of these tasks: {', '.join(awaited)}.")
-            are_all_there = self._running <= {m.number for m in newcomers} and not self._awaits_machine
+            are_all_there = (
+                self._launchers.running <= {m.number for m in newcomers} and not self._launchers.awaits_machine
+            )
             if are_all_there and len(newcomers) >= self._least:
                 self._form([], sorted(newcomers, key=lambda m: m.number))
             return
@@ -345,9 +280,9 @@ class Rendezvous(threading.Thread):
             self._wake(missing, now_s)
         elif all(m.ready["progress"][0] < 0 for m in came if m.ready):
             self._end_all("nobody who has the variables of the training is left")
-        elif len(came) + len(newcomers) >= self._least or self._has_finished:
+        elif len(came) + len(newcomers) >= self._least or self._launchers.has_finished:
             self._form(came, sorted(newcomers, key=lambda m: m.number))
-        elif not self._hopeless():
+        elif not self._launchers.hopeless(self._least):
             self._say_once(f"Too few workers are left: {len(came)} of at least {self._least}. They wait for others.")
 
     def _say_once(self, text: str) -> None:
@@ -366,7 +301,9 @@ class Rendezvous(threading.Thread):
         for member in missing:
             silent_s = now_s - max(member.heard_s, self._pending_s)
             if silent_s > _SILENCE_S:
-                self._kill(member.number, f"has said nothing for {silent_s:.0f} s, while the others wait for it")
+                self._launchers.kill(
+                    member.number, f"has said nothing for {silent_s:.0f} s, while the others wait for it"
+                )
             else:
                 member.peer.say({"ping": True})
 
@@ -377,7 +314,7 @@ class Rendezvous(threading.Thread):
         except OSError as e:
             self._end_all(f"{e}")
             return
-        self.generation += 1
+        self._generation = _Generation(self.generation + 1, tuple(m.number for m in members))
         readies = [m.ready or {} for m in members]
         progress = [ready["progress"] for ready in readies[: len(survivors)]]
         source = progress.index(max(progress)) if progress else 0
@@ -398,59 +335,11 @@ class Rendezvous(threading.Thread):
                 }
             )
         self._pending_s = None
-        self._numbers = tuple(m.number for m in members)
-        self._gone.clear()
         if self.generation > 1:
-            numbers = ", ".join(map(str, self._numbers))
+            numbers = ", ".join(map(str, self._generation.members))
             who = f"worker {numbers} goes on" if len(members) == 1 else f"workers {numbers} go on"
             self._say_once(f"Generation {self.generation}: {who}.")
 
     def _end_all(self, why: str) -> None:
         for number in list(self._members):
-            self._kill(number, why)
-
-
-class _Service:
-    """A process that runs JAX's coordination services, because the launcher does not import JAX.
-
-    Args:
-      environment: its environment.
-      host: the address of this machine that the processes of the group can reach. Empty if all are on this machine.
-    """
-
-    def __init__(self, environment: Mapping[str, str], host: str) -> None:
-        self._host, self._number = host, 0
-        # Other users can enter no folder that is made by this function.
-        self._folder = tempfile.TemporaryDirectory(prefix="phalanx-service-", dir=short_folder())
-        self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "phalanx._src.runtime.coordination"],
-            env={**environment, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def start(self, size: int) -> str:
-        """Starts the service for a group of `size` processes, and returns its address.
-
-        Raises:
-          OSError: it cannot be started.
-        """
-        assert self._process.stdin
-        assert self._process.stdout
-        self._number += 1
-        place = self._host or f"{PRIVATE}{self._folder.name}/{self._number}"
-        self._process.stdin.write(f"{place} {size}\n")
-        self._process.stdin.flush()
-        said = self._process.stdout.readline()
-        if not said.startswith("started "):
-            raise OSError(f"JAX's coordination service does not start: {said or 'its process has ended'}")
-        return said.split()[1]
-
-    def end(self) -> None:
-        """Ends the process."""
-        self._process.kill()
-        with suppress(OSError):
-            self._process.communicate()
-        self._folder.cleanup()
+            self._launchers.kill(number, why)

@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The launchers of an elastic group, as its rendezvous sees them: which processes they run, and which machines are awaited."""
+
+import selectors
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import TypeGuard, final
+
+from phalanx._src.cluster.connections.listener import Connection, MessageStream
+from phalanx._src.launch.elastic.messages import GroupStatus, LauncherReport
+from phalanx.errors import listed
+
+
+@dataclass
+class MachineLauncher:
+    """The launcher of a machine.
+
+    Args:
+      until_s: time until which others wait for it if it has not connected, or was lost.
+      peer: its connection. None on this machine.
+      report: its last report. None if it has not connected yet, or was lost.
+      sent_status: the last status that was sent to it.
+    """
+
+    until_s: float
+    peer: Connection | None = None
+    report: LauncherReport | None = None
+    sent_status: GroupStatus = GroupStatus()
+    line: MessageStream | None = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.line = MessageStream(self.peer.connection) if self.peer else None
+
+
+@final
+class Launchers:
+    """The launchers of all machines. The first of them runs in this process.
+
+    Args:
+      count: number of machines.
+      patience_s: how long to wait for a machine, in seconds.
+      kill: ends a process of this machine. Takes its number, and the reason.
+      selector: waits for messages of the other launchers.
+      clock: returns the time in seconds.
+
+    Attributes:
+      has_finished: whether the program of a process has ended.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        patience_s: float,
+        kill: Callable[[int, str], None],
+        selector: selectors.BaseSelector,
+        clock: Callable[[], float],
+    ) -> None:
+        self._patience_s, self._kill_here, self._selector, self._clock = patience_s, kill, selector, clock
+        self._all = [MachineLauncher(self._until_s) for _ in range(count)]
+        self.has_finished = False
+
+    @property
+    def _until_s(self) -> float:
+        """Until when to wait for a machine from now on."""
+        return self._clock() + self._patience_s
+
+    @property
+    def running(self) -> set[int]:
+        """The numbers of all processes that run."""
+        return {number for each in self._all if each.report for number in each.report.running}
+
+    @property
+    def some_run_elsewhere(self) -> bool:
+        """Whether a process of another machine runs."""
+        return any(each.report and each.report.running for each in self._all[1:])
+
+    @property
+    def missing(self) -> list[int]:
+        """The indices of the machines that have not connected, or were lost."""
+        return [index for index, each in enumerate(self._all) if each.report is None]
+
+    @property
+    def awaits_machine(self) -> bool:
+        """Whether a machine has not come yet or may come back, so that nobody knows how many processes it will have."""
+        now_s = self._clock()
+        return any(each.report is None and now_s < each.until_s for each in self._all)
+
+    def hopeless(self, least: int) -> str:
+        """Returns why there will never be `least` processes again. Empty as long as there may be."""
+        hopeful = sum(each.report.hopeful for each in self._all if each.report)
+        if self.has_finished or self.awaits_machine or hopeful >= least:
+            return ""
+        lost = list(map(str, self.missing))
+        waited = f", after {self._patience_s:g} s without phalanx run on the machines of these tasks: {listed(lost)}"
+        return f"too few workers are left, {hopeful} of at least {least}{waited if lost else ''}"
+
+    def knows(self, machine: object) -> TypeGuard[int]:
+        """Returns whether a value is the index of another machine."""
+        return type(machine) is int and 0 < machine < len(self._all)
+
+    def connect(self, machine: int, peer: Connection) -> None:
+        """Takes the connection of a launcher, which may have had another one before."""
+        self._lose(self._all[machine])
+        launcher = self._all[machine] = MachineLauncher(self._until_s, peer)
+        self._selector.register(peer.connection, selectors.EVENT_READ, launcher)
+
+    def note(self, report: LauncherReport, launcher: MachineLauncher | None = None) -> set[int]:
+        """Takes a report of a launcher, by default of that of this machine. Returns the processes that have started since the last one."""
+        launcher = launcher or self._all[0]
+        before = launcher.report.running if launcher.report else ()
+        launcher.report = report
+        self.has_finished = self.has_finished or report.has_finished
+        return set(report.running) - set(before)
+
+    def hear(self, launcher: MachineLauncher) -> set[int]:
+        """Takes the messages of another launcher. Returns the processes that have started."""
+        assert launcher.line
+        started: set[int] = set()
+        messages, is_open = launcher.line.hear()
+        for message in messages:
+            report = LauncherReport(tuple(message["running"]), message["hopeful"], message["has_finished"])
+            started |= self.note(report, launcher)
+        if not is_open:
+            self._lose(launcher)
+        return started
+
+    def _lose(self, launcher: MachineLauncher) -> None:
+        """Continues without a machine, which may reconnect."""
+        if launcher.peer:
+            self._selector.unregister(launcher.peer.connection)
+            launcher.peer.connection.close()
+            launcher.peer = launcher.report = None
+            launcher.until_s = self._until_s
+
+    def tell(self, status: GroupStatus) -> None:
+        """Sends the launchers of other machines a status, unless they have it."""
+        for launcher in self._all:
+            if launcher.peer and launcher.sent_status != status:
+                launcher.sent_status = status
+                launcher.peer.say(asdict(status))
+
+    def kill(self, number: int, why: str) -> None:
+        """Ends a process of any machine."""
+        # Only the launcher of its machine can send a signal to a process.
+        for launcher in self._all:
+            if launcher.peer and launcher.report and number in launcher.report.running:
+                launcher.peer.say({"kill": number, "why": why})
+                return
+        self._kill_here(number, why)
+
+    def close(self) -> None:
+        """Closes all connections."""
+        for launcher in self._all:
+            if launcher.peer:
+                launcher.peer.connection.close()
