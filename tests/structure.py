@@ -184,13 +184,13 @@ def all_lines(sources: Sources) -> list[str]:
 LIMITS: dict[Callable[[Sources], list[str]], tuple[int, int]] = {
     names_of_the_root: (20, 20),
     mutable_names: (46, 20),
-    classes_of_many_methods: (12, 6),
-    classes_of_many_fields: (2, 0),
+    classes_of_many_methods: (11, 6),
+    classes_of_many_fields: (1, 0),
     class_names_used_twice: (0, 0),
     pronouns: (2, 40),
     attributes_on_objects_of_keras: (0, 0),
     clone_pairs: (1, 20),
-    lines_with_any: (309, 300),
+    lines_with_any: (291, 300),
     missing_comments: (571, 0),
     all_lines: (69_200, 55_500),
 }

@@ -52,7 +52,7 @@ def test_workers_that_are_lost(strategy_of, caplog, monkeypatch):
     victims = workers_of(strategy)
     kill(victims[0])
     values[60].fetch()
-    assert stop(strategy.scheduler._supervisors[1]._peer, monkeypatch) == victims[1]
+    assert stop(strategy.scheduler._workers[1]._peer, monkeypatch) == victims[1]
     coordinator.join()
     status = coordinator.status()
     assert 150 <= int(counter.value) <= 150 + status.again - before.again

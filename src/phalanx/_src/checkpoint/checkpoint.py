@@ -306,7 +306,7 @@ class Checkpoint(Holder):
         self._path = path
         return path
 
-    def _read(self, method: str, path: Any, options: CheckpointOptions | None) -> CheckpointStatus:
+    def _read(self, method: str, path: object, options: CheckpointOptions | None) -> CheckpointStatus:
         _check_options(options)
         if path is None and method == "restore":
             return CheckpointStatus(None, self)

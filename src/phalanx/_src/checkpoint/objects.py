@@ -298,7 +298,7 @@ class StatePart(Part):
         return lambda: self._set(state)
 
 
-def exactly(array: np.ndarray, dtype: Any) -> np.ndarray:
+def exactly(array: np.ndarray, dtype: np.typing.DTypeLike) -> np.ndarray:
     """Returns an array in another dtype.
 
     Raises:

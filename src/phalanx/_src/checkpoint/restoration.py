@@ -6,7 +6,7 @@ import difflib
 import json
 import math
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -462,7 +462,7 @@ def _refuse(file: Path, problems: list[str]) -> CheckpointMismatchError:
     )
 
 
-def _folders(paths: Any) -> set[str]:
+def _folders(paths: Iterable[str]) -> set[str]:
     """Returns the names of all folders in which some values are."""
     return {path.rsplit("/", i)[0] for path in paths for i in range(1, path.count("/") + 1)}
 
@@ -487,6 +487,6 @@ def with_nearest(names: list[str], candidates: list[str]) -> str:
 
 
 @compat.on_growth
-def _hear(owner: Any) -> None:
+def _hear(owner: object) -> None:
     for restoration in list(OPEN):
         restoration.hear(owner)

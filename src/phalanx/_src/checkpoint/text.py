@@ -141,12 +141,12 @@ def unpacked(data: bytes) -> PyTree:
     return decode(value, get)
 
 
-def kind_of_keys(value: Any) -> str | None:
+def kind_of_keys(value: object) -> str | None:
     """Returns the kind of the random keys that an encoded value consists of. None if it is something else."""
     return value.get(_KEY) if isinstance(value, dict) else None
 
 
-def references(value: Any) -> set[str]:
+def references(value: object) -> set[str]:
     """Returns the names of the arrays that an encoded value refers to."""
     if isinstance(value, list):
         return set().union(*map(references, value))

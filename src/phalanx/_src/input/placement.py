@@ -150,7 +150,7 @@ def distribute_values(values: Sequence[Any], topology: Topology) -> PyTree:
     return trees[0].unflatten([_stack(parts, topology) for parts in zip(*(leaves for leaves, _ in flat), strict=True)])
 
 
-def _is_none(value: Any) -> bool:
+def _is_none(value: object) -> bool:
     return value is None
 
 

@@ -172,7 +172,7 @@ def _resolved(dataset: Any, policy: AutoShardPolicy, facts: Facts, worker: Input
     return AutoShardPolicy.DATA if policy is AutoShardPolicy.FILE and not num_files else policy
 
 
-def _policy_of_tensorflow(dataset: Any) -> AutoShardPolicy:
+def _policy_of_tensorflow(dataset: object) -> AutoShardPolicy:
     """Returns the policy that the options of a `tf.data.Dataset` request, or AUTO."""
     tf = sys.modules.get("tensorflow")
     if tf is None or not isinstance(dataset, tf.data.Dataset):
@@ -188,7 +188,7 @@ def _say_once(level: int, text: str) -> None:
     _log.log(level, text)
 
 
-def _own_shard(dataset: Any, worker: InputWorker) -> PyTree:
+def _own_shard(dataset: object, worker: InputWorker) -> PyTree:
     if not hasattr(dataset, "shard"):
         raise InputError(
             f"AutoShardPolicy.HINT for {shown(dataset)}",

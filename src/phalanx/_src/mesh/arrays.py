@@ -268,7 +268,7 @@ def require_fits(value: object, name: str) -> None:
     raise InputError(f"{name} with the number {number}{dtype}", f"it does not fit: {why}", hint)
 
 
-def of_other_library(value: Any, name: str) -> np.ndarray | None:
+def of_other_library(value: object, name: str) -> np.ndarray | None:
     """Converts an array of a library other than NumPy and JAX to NumPy. Returns None for other objects.
 
     Raises:

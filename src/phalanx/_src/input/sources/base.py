@@ -220,7 +220,7 @@ def check_count(value: object, name: str, most: int = sys.maxsize) -> int:
     return int(value)
 
 
-def check_batch_size(batch_size: Any) -> int:
+def check_batch_size(batch_size: object) -> int:
     """Returns `batch_size`.
 
     Raises:
@@ -356,7 +356,7 @@ class _Column:
         self._rows[self._count] = row
         self._count += 1
 
-    def _grow(self, dtype: Any) -> None:
+    def _grow(self, dtype: np.dtype) -> None:
         """Reallocates the array with more rows, or with another dtype."""
         assert self._rows is not None
         size = min(self._size, max(len(self._rows), 2 * self._count))

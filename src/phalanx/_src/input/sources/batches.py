@@ -136,7 +136,7 @@ class BatchStream(AbstractSource):
             batches, worker, start, drop_remainder=self._drop, is_ready=self._is_ready, get_state=get_state
         )
 
-    def _restore(self, batches: PyTree, position: Any) -> None:
+    def _restore(self, batches: PyTree, position: object) -> None:
         assert self._set_state is not None
         try:
             self._set_state(batches, position)

@@ -101,7 +101,7 @@ def from_files(
     return Files(paths, reader, interleave)
 
 
-def _paths(pattern: Any) -> list[str]:
+def _paths(pattern: object) -> list[str]:
     """Returns the paths that a pattern matches, or the listed paths."""
     if isinstance(pattern, (str, os.PathLike)):
         return sorted(glob.glob(arguments.path("pattern", pattern)))

@@ -91,7 +91,7 @@ def _batches(dataset: Any, drop: bool) -> AbstractSource:
     return BatchStream(opener(dataset), facts, drop_remainder=drop)
 
 
-def _is_tree(dataset: Any) -> bool:
+def _is_tree(dataset: object) -> bool:
     """Whether `dataset` is an instance of a registered pytree class, such as a dataclass, whose leaves are arrays."""
     if isinstance(dataset, Iterable) or callable(dataset):
         return False

@@ -28,7 +28,7 @@ def convert(dataset: Any, batching: Batching, torch: Any) -> AbstractSource | No
     return SequenceRecords(dataset, batching.require_size(dataset), drop_remainder=drop)
 
 
-def _is_columns(dataset: Any, tensor: type) -> bool:
+def _is_columns(dataset: object, tensor: type) -> bool:
     """Whether `dataset` is a tensor with all rows, or a tuple or mapping of such tensors."""
     if isinstance(dataset, tensor):
         return True

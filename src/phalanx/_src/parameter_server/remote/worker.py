@@ -88,10 +88,6 @@ class Worker:
         """
         return [self._resources[name].specs(1) for name in names]
 
-    def value(self, name: int) -> Any:
-        """Returns a per-worker value."""
-        return self._resources[name].content
-
     def drop(self, names: Sequence[int]) -> None:
         """Deletes per-worker datasets and values."""
         for name in names:

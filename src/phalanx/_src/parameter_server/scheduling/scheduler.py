@@ -10,15 +10,9 @@ from phalanx._src.parameter_server.processes.ray import RayCluster
 from phalanx._src.parameter_server.remote.server import ParameterServer
 from phalanx._src.parameter_server.scheduling.progress import Status
 from phalanx._src.parameter_server.scheduling.queue import Closure, ClosureQueue, RemoteValue
+from phalanx._src.parameter_server.scheduling.replaceable_worker import ReplaceableWorker, WorkerLost, WorkerState
 from phalanx._src.parameter_server.scheduling.steps import StepCache, name_of
-from phalanx._src.parameter_server.scheduling.supervisor import (
-    MOST_LOSSES,
-    Supervisor,
-    Work,
-    WorkerLost,
-    WorkerState,
-    lost_again,
-)
+from phalanx._src.parameter_server.scheduling.supervisor import MOST_LOSSES, Supervisor, Work, lost_again
 from phalanx._src.parameter_server.scheduling.values import PerWorkerDataset, PerWorkerIterator, PerWorkerValues
 from phalanx._src.parameter_server.variables.homes import Homes
 from phalanx._src.tracing.records import current_recording
@@ -47,13 +41,16 @@ class Scheduler:
         self._homes, self._servers, self._names = homes, homes.servers, itertools.count()
         self._queue = ClosureQueue(wake=self._wake if waits else None)
         self._steps = StepCache(strategy, homes, lambda: self._platforms)
-        self._supervisors = [
-            Supervisor(i, cluster, homes.servers, self._queue, self._steps, timeout_s=timeout_s, waits=waits)
+        self._workers = [
+            ReplaceableWorker(i, cluster, homes.servers, timeout_s=timeout_s, waits=waits, queue=self._queue)
             for i in range(cluster.workers)
         ]
+        self._supervisors = [
+            Supervisor(worker, cluster.workers, self._queue, self._steps, waits=waits) for worker in self._workers
+        ]
         # Waits until all workers have started.
-        self._platforms = sorted({s.platform() for s in self._supervisors})
-        self._servers.tell(ParameterServer.enter, [s.pusher for s in self._supervisors])
+        self._platforms = sorted({worker.platform() for worker in self._workers})
+        self._servers.tell(ParameterServer.enter, [worker.pusher for worker in self._workers])
         for supervisor in self._supervisors:
             supervisor.begin()
         # At exit, finalizers run from newest to oldest, so the queue stops before the cluster ends.
@@ -111,8 +108,8 @@ class Scheduler:
         """Returns the current progress of the steps."""
         ((updates, staleness, _),) = self._servers.ask(ParameterServer.statistics, (0,))
         return Status(
-            workers=len(self._supervisors),
-            alive=sum(s.state is WorkerState.WORKING for s in self._supervisors),
+            workers=len(self._workers),
+            alive=sum(worker.state is WorkerState.WORKING for worker in self._workers),
             queued=len(self._queue),
             in_flight=self._queue.num_in_flight,
             done=self.num_done,
@@ -136,9 +133,9 @@ class Scheduler:
             return ()
         losses: list[str] = []
         while True:
-            for supervisor in sorted(self._supervisors, key=lambda s: s.state is not WorkerState.WORKING):
+            for worker in sorted(self._workers, key=lambda each: each.state is not WorkerState.WORKING):
                 try:
-                    return supervisor.specs(resources)
+                    return worker.specs(resources)
                 except WorkerLost as e:
                     losses.append(str(e))
                     if len(losses) == MOST_LOSSES:
@@ -146,9 +143,9 @@ class Scheduler:
                         raise lost_again(f"per-worker datasets and values {names}", losses) from e
 
     def _wake(self) -> None:
-        for supervisor in self._supervisors:
-            supervisor.wake()
+        for worker in self._workers:
+            worker.wake()
 
     def _drop(self, name: int) -> None:
-        for supervisor in self._supervisors:
-            supervisor.drop(name)
+        for worker in self._workers:
+            worker.drop(name)
