@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 DEMO_INSTALLED := .venv/.demo-installed
 
-.PHONY: help demo demo-crash demo-multi-worker demo-ps pictures test-fast test test-all draws mutants test-hub test-slurm test-sources test-topologies test-oldest test-newest coverage coverage-no-jax bench gpu soak check docs dist clean
+.PHONY: help demo demo-crash demo-multi-worker demo-ps pictures gallery test-fast test test-all draws mutants test-hub test-slurm test-sources test-topologies test-oldest test-newest coverage coverage-no-jax bench gpu soak check docs dist clean
 
 help: ## list these targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
@@ -28,6 +28,9 @@ demo-crash: $(DEMO_INSTALLED) ## kill one of three processes: the others go on a
 
 pictures: $(DEMO_INSTALLED) ## draw the pictures of the README anew, from runs of the demos
 	$(DEMO) $(BIN)/python docs/pictures.py
+
+gallery: $(INSTALLED) ## run the programs of docs/examples.md, and write what they print, their time and their pictures
+	$(BIN)/python docs/gallery.py $(ARGUMENTS)
 
 # Two workers and two parameter servers.
 demo-ps: $(INSTALLED) ## train a click model with two workers and two parameter servers

@@ -12,14 +12,23 @@ from sphinx.directives.code import CodeBlock
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # The pages are the same on every machine.
 sys.path.insert(0, str(Path(__file__).parent))
 
+from commands import commands_in_markdown
 from public_names import public_names
+
+from phalanx._src.launch import cli
 
 project = "Phalanx"
 author = "The Phalanx developers"
 copyright = "The Phalanx developers. Apache-2.0"
 version = release = version_of("phalanx")
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.napoleon",
+    "sphinx.ext.viewcode",
+    "sphinx_copybutton",
+]
 root_doc = "index"
 myst_heading_anchors = 4
 default_role = "py:obj"
@@ -34,10 +43,16 @@ maximum_signature_line_length = 120
 python_use_unqualified_type_names = True
 toc_object_entries_show_parents = "hide"
 
+# The button of a terminal copies the commands after "$ ", and not what they print. Blocks of output have none.
+copybutton_prompt_text = "$ "
+copybutton_selector = "div:not(.highlight-text) > div.highlight > pre"
+
 html_theme = "furo"
+pygments_dark_style = "github-dark-colorblind"  # Others underline the names of modules, like links.
 html_title = f"Phalanx {version}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
+html_search_scorer = str(Path(__file__).parent / "search_scorer.js")
 html_copy_source = False
 html_show_sphinx = False
 
@@ -90,6 +105,19 @@ def link_root_pages(app, docname, source):
         source[0] = source[0].replace(f"](../{name}", f"]({'../' * docname.count('/')}{page}")
 
 
+def write_commands(app, docname, source):
+    """Puts the commands into the page about the command line, which is read again when they change."""
+    if docname == "command_line":
+        app.env.note_dependency(cli.__file__)
+        source[0] = source[0].replace("<!-- commands -->", commands_in_markdown())
+
+
+def remove_links_back(app, pagename, templatename, context, doctree):
+    """Removes the links from sources to the reference: viewcode guesses their names, which are those of another public module."""
+    if pagename.startswith("_modules/"):
+        context["body"] = re.sub(r'<a class="viewcode-back".*?</a>', "", context["body"])
+
+
 _COLON = "\ue000"
 
 
@@ -117,6 +145,8 @@ def setup(app):
     app.add_directive("code-cell", CodeCell)
     app.connect("missing-reference", link_public_name)
     app.connect("source-read", link_root_pages)
+    app.connect("source-read", write_commands)
+    app.connect("html-page-context", remove_links_back)
     app.connect("autodoc-process-docstring", separate_suffixes)
     app.connect("autodoc-process-docstring", hide_colons, priority=400)
     app.connect("autodoc-process-docstring", show_colons, priority=600)
