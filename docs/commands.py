@@ -17,7 +17,9 @@ def commands_in_markdown() -> str:
     return "\n".join(_sections(main, click.Context(main, info_name="phalanx"), "##"))
 
 
-def _sections(group: click.Group, context: click.Context, heading: str) -> Iterator[str]:
+def _sections(
+    group: click.Group, context: click.Context, heading: str
+) -> Iterator[str]:
     for name in group.list_commands(context):
         command = group.commands[name]
         inner = click.Context(command, context, info_name=name)
@@ -31,7 +33,9 @@ def _sections(group: click.Group, context: click.Context, heading: str) -> Itera
 
 def _paragraphs(text: str) -> Iterator[str]:
     for paragraph in text.split("\n\n"):
-        verbatim = paragraph.removeprefix("\b\n")  # Click's mark of a paragraph that it does not wrap.
+        verbatim = paragraph.removeprefix(
+            "\b\n"
+        )  # Click's mark of a paragraph that it does not wrap.
         if verbatim != paragraph:
             yield f"```text\n{verbatim}\n```\n"
         else:
@@ -39,7 +43,11 @@ def _paragraphs(text: str) -> Iterator[str]:
 
 
 def _options(command: click.Command, context: click.Context) -> Iterator[str]:
-    records = [p.get_help_record(context) for p in command.params if isinstance(p, click.Option)]
+    records = [
+        p.get_help_record(context)
+        for p in command.params
+        if isinstance(p, click.Option)
+    ]
     if records:
         yield "| option | meaning |\n|---|---|"
         for option, meaning in filter(None, records):

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from sphinx.directives.code import CodeBlock
 
-os.environ.setdefault("JAX_PLATFORMS", "cpu")  # The pages are the same on every machine.
+os.environ.setdefault(
+    "JAX_PLATFORMS", "cpu"
+)  # The pages are the same on every machine.
 sys.path.insert(0, str(Path(__file__).parent))
 
 from commands import commands_in_markdown
@@ -48,7 +50,9 @@ copybutton_prompt_text = "$ "
 copybutton_selector = "div:not(.highlight-text) > div.highlight > pre"
 
 html_theme = "furo"
-pygments_dark_style = "github-dark-colorblind"  # Others underline the names of modules, like links.
+pygments_dark_style = (
+    "github-dark-colorblind"  # Others underline the names of modules, like links.
+)
 html_title = f"Phalanx {version}"
 html_static_path = ["static"]
 html_css_files = ["site.css"]
@@ -57,13 +61,19 @@ html_copy_source = False
 html_show_sphinx = False
 
 PUBLIC_NAMES = public_names()
-_MODULES = "|".join(re.escape(name) for name, value in PUBLIC_NAMES.items() if ismodule(value))
+_MODULES = "|".join(
+    re.escape(name) for name, value in PUBLIC_NAMES.items() if ismodule(value)
+)
 
 # A reference to a public name must resolve. Other names are those of private modules and of other projects, whose pages are not here.
 nitpicky = True
 nitpick_ignore_regex = [("py:.*", rf"(?!({_MODULES})\.\w+$).*")]
 
-ROOT_PAGES = {"CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md", "DESIGN.md": "design.md"}
+ROOT_PAGES = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "DESIGN.md": "design.md",
+}
 """Files in the root of the repository, and the pages that include them."""
 
 
@@ -81,10 +91,14 @@ class CodeCell(CodeBlock):
 def public_paths():
     """Returns the shortest public name of each object, by the full name of its definition."""
     paths = {}
-    for public in sorted(PUBLIC_NAMES, key=lambda name: (name.count("."), len(name), name)):
+    for public in sorted(
+        PUBLIC_NAMES, key=lambda name: (name.count("."), len(name), name)
+    ):
         value = PUBLIC_NAMES[public]
         if getattr(value, "__module__", "").startswith("phalanx."):
-            paths.setdefault(f"{value.__module__}.{getattr(value, '__qualname__', '')}", public)
+            paths.setdefault(
+                f"{value.__module__}.{getattr(value, '__qualname__', '')}", public
+            )
     return paths
 
 
@@ -96,13 +110,17 @@ def link_public_name(app, env, node, contnode):
     public = PUBLIC_PATHS.get(node.get("reftarget", ""))
     if node.get("refdomain") != "py" or public is None:
         return None
-    return env.domains["py"].resolve_xref(env, node["refdoc"], app.builder, node["reftype"], public, node, contnode)
+    return env.domains["py"].resolve_xref(
+        env, node["refdoc"], app.builder, node["reftype"], public, node, contnode
+    )
 
 
 def link_root_pages(app, docname, source):
     """Points links to files in the root of the repository at the pages that include them."""
     for name, page in ROOT_PAGES.items():
-        source[0] = source[0].replace(f"](../{name}", f"]({'../' * docname.count('/')}{page}")
+        source[0] = source[0].replace(
+            f"](../{name}", f"]({'../' * docname.count('/')}{page}"
+        )
 
 
 def write_commands(app, docname, source):
@@ -115,7 +133,9 @@ def write_commands(app, docname, source):
 def remove_links_back(app, pagename, templatename, context, doctree):
     """Removes the links from sources to the reference: viewcode guesses their names, which are those of another public module."""
     if pagename.startswith("_modules/"):
-        context["body"] = re.sub(r'<a class="viewcode-back".*?</a>', "", context["body"])
+        context["body"] = re.sub(
+            r'<a class="viewcode-back".*?</a>', "", context["body"]
+        )
 
 
 _COLON = "\ue000"

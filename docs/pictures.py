@@ -37,7 +37,10 @@ STYLES = {
 def main() -> None:
     """Runs the training twice and draws both pictures."""
     crashing = command_of("demo-crash")
-    alone = re.sub(r"--workers \S+|--crash-at \d+|--out \S+", "", crashing) + " --out out/demo-alone"
+    alone = (
+        re.sub(r"--workers \S+|--crash-at \d+|--out \S+", "", crashing)
+        + " --out out/demo-alone"
+    )
     run(alone)
     lines = run(crashing)
     IMAGES.mkdir(exist_ok=True)
@@ -47,7 +50,9 @@ def main() -> None:
 
 def command_of(target: str) -> str:
     """Returns the last command of a target of the Makefile, without its environment."""
-    printed = subprocess.run(["make", "-n", target], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    printed = subprocess.run(
+        ["make", "-n", target], cwd=ROOT, check=True, capture_output=True, text=True
+    ).stdout
     return re.search(r"bin/(phalanx run .*)", printed.replace("\\\n", " "))[1]
 
 
@@ -74,14 +79,19 @@ def run(command: str) -> list[str]:
 def draw_terminal(command: str, lines: list[str]) -> None:
     """Draws a terminal with a command and the lines that it printed, except `LEFT_OUT`."""
     console = Console(record=True, width=WIDTH, file=io.StringIO(), force_terminal=True)
-    for line in [f"$ {command}", *(line for line in lines if not re.search(LEFT_OUT, line))]:
+    for line in [
+        f"$ {command}",
+        *(line for line in lines if not re.search(LEFT_OUT, line)),
+    ]:
         text = Text(line)
         for pattern, style in STYLES.items():
             text.highlight_regex(pattern, style)
         console.print(text, soft_wrap=False)
     picture = console.export_svg(title="make demo-crash", clear=True)
     # A picture loads nothing from other hosts: the reader's own font for code is used.
-    picture = re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL).replace("Fira Code", "ui-monospace")
+    picture = re.sub(r"@font-face \{.*?\}", "", picture, flags=re.DOTALL).replace(
+        "Fira Code", "ui-monospace"
+    )
     (IMAGES / "terminal.svg").write_text(picture, encoding="utf-8")
 
 
@@ -90,15 +100,26 @@ def draw_losses(killed_after: int) -> None:
     from text_lm import draw
 
     alone, together = (
-        json.loads((ROOT / "out" / folder / "losses.json").read_text()) for folder in ("demo-alone", "demo-crash")
+        json.loads((ROOT / "out" / folder / "losses.json").read_text())
+        for folder in ("demo-alone", "demo-crash")
     )
     workers = together["workers"]
-    joined = next(step for step in range(killed_after + 1, len(workers)) if workers[step] == workers[0])
+    joined = next(
+        step
+        for step in range(killed_after + 1, len(workers))
+        if workers[step] == workers[0]
+    )
     draw(
-        {"1 process": alone["losses"], f"{workers[0]} processes, one is killed": together["losses"]},
+        {
+            "1 process": alone["losses"],
+            f"{workers[0]} processes, one is killed": together["losses"],
+        },
         "A process is killed, the training goes on",
         IMAGES / "kill.svg",
-        [(killed_after, "worker 1 is killed, the others go on"), (joined, "a new worker joins them")],
+        [
+            (killed_after, "worker 1 is killed, the others go on"),
+            (joined, "a new worker joins them"),
+        ],
     )
 
 
