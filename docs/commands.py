@@ -51,7 +51,7 @@ def _options(command: click.Command, context: click.Context) -> Iterator[str]:
     if records:
         yield "| option | meaning |\n|---|---|"
         for option, meaning in filter(None, records):
-            yield f"| `{_cell(option)}` | {_cell(_prose(meaning))} |"
+            yield f"| `{_cell(option).replace(' RANGE', '')}` | {_cell(_prose(meaning))} |"
         yield ""
 
 

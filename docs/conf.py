@@ -130,8 +130,17 @@ def write_commands(app, docname, source):
         source[0] = source[0].replace("<!-- commands -->", commands_in_markdown())
 
 
+def break_names(app, pagename, templatename, context, doctree):
+    """Allows long names in text to break after a dot, an underscore or a bracket, so that tables fit on a phone."""
+    inline_code = re.compile(r'(?<=<span class="pre">)[^<]+')
+    context["body"] = inline_code.sub(
+        lambda code: re.sub(r"[._(=,/]+(?=.)", r"\g<0><wbr>", code[0]),
+        context.get("body", ""),
+    )
+
+
 def remove_links_back(app, pagename, templatename, context, doctree):
-    """Removes the links from sources to the reference: viewcode guesses their names, which are those of another public module."""
+    """Removes the links from sources to the reference: viewcode guesses their names, which may belong to another module."""
     if pagename.startswith("_modules/"):
         context["body"] = re.sub(
             r'<a class="viewcode-back".*?</a>', "", context["body"]
@@ -166,6 +175,7 @@ def setup(app):
     app.connect("missing-reference", link_public_name)
     app.connect("source-read", link_root_pages)
     app.connect("source-read", write_commands)
+    app.connect("html-page-context", break_names)
     app.connect("html-page-context", remove_links_back)
     app.connect("autodoc-process-docstring", separate_suffixes)
     app.connect("autodoc-process-docstring", hide_colons, priority=400)
