@@ -32,6 +32,9 @@ PAGES = (
     "docs/stopping.md",
     "docs/communication.md",
     "docs/recovery.md",
+    "docs/how_it_works.md",
+    "docs/model_parallel.md",
+    "docs/troubleshooting.md",
 )
 DEADLINE_S = 300  # On a busy machine; alone, each takes less than a tenth of it.
 

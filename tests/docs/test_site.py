@@ -1,6 +1,7 @@
 """The site builds without a warning, has every public name and page, and loads nothing from elsewhere."""
 
 import functools
+import html
 import importlib.util
 import inspect
 import os
@@ -10,12 +11,63 @@ import subprocess
 import sys
 import zlib
 from pathlib import Path
+from urllib.parse import unquote
 
+import click
 import pytest
 
 import phalanx
+from phalanx._src.launch.cli import main
 
 ROOT = Path(__file__).parents[2]
+SEARCHES = {
+    "out of memory": "troubleshooting",
+    "hang": "troubleshooting",
+    "elastic": "recovery",
+    "FSDP": "model_parallel",
+    "tensor parallel": "model_parallel",
+    "CUDA": "install",
+    "Slurm": "clusters",
+    "resume": "saving",
+    "TensorBoard": "summaries",
+    "loss differs": "troubleshooting",
+    "No module named tensorflow": "troubleshooting",
+    "Kubernetes": "clusters",
+    "checkpoint": "saving",
+    "mixed precision": "mixed_precision",
+    "gradient accumulation": "mixed_precision",
+    "PyTorch": "from_lightning",
+    "Horovod": "from_horovod",
+    "pmap": "from_jax",
+    "shard_map": "from_jax",
+    "optax": "optax_and_flax",
+    "preemption": "saving",
+    "SIGTERM": "stopping",
+    "port in use": "troubleshooting",
+    "NaN": "troubleshooting",
+    "is slow": "troubleshooting",
+    "only one replica": "troubleshooting",
+    "GPU": "install",
+    "batch size": "input",
+    "shuffle": "input",
+    "TF_CONFIG": "multi_worker",
+    "environment variables": "environment",
+    "phalanx run": "command_line",
+    "exit codes": "clusters",
+    "profile": "speed",
+    "Jupyter": "notebooks",
+    "fault tolerance": "fault_tolerance",
+    "parameter server": "parameter_servers",
+    "Estimator": "from_estimator",
+    "MirroredStrategy": "api/strategies",
+    "DiLoCo": "communication",
+    "wandb": "summaries",
+    "logging": "summaries",
+    "deterministic": "troubleshooting",
+    "ZeRO": "model_parallel",
+    "multi-node": "multi_worker",
+}
+"""What people search for, and the page that answers."""
 NAMES = runpy.run_path(str(ROOT / "docs/public_names.py"))["public_names"]()
 DEADLINE_S = 600  # On a busy machine; alone, it takes less than a tenth of it.
 
@@ -80,6 +132,45 @@ def test_nothing_is_loaded_from_elsewhere(site):
     assert not [
         f"{file.name}: {found[0]}" for file in files if (found := loaded.search(file.read_text(encoding="utf-8")))
     ]
+
+
+@pytest.mark.exhaustive("make docs")
+def test_search_finds_the_right_page(site):
+    """The page that answers is among the first three, as the search of the site ranks them."""
+    from searching import Index
+
+    index = Index(site)
+    found = {query: index.pages_for(query)[:3] for query in SEARCHES}
+    assert {query: pages for query, pages in found.items() if SEARCHES[query] not in pages} == {}
+
+
+@pytest.mark.exhaustive("make docs")
+def test_no_link_of_the_site_is_broken(site):
+    """Each link to a page, a section or a file leads there."""
+    pages = {page: page.read_text(encoding="utf-8") for page in site.rglob("*.html")}
+    anchors = {page: {*re.findall(r'\bid="([^"]+)"', text)} for page, text in pages.items()}
+    broken = []
+    for page, text in pages.items():
+        for link in re.findall(r'<(?:a|img)\b[^>]*?\b(?:href|src)="([^"]+)"', text):
+            path, _, anchor = html.unescape(link).partition("#")
+            if ":" in path.partition("/")[0]:
+                continue
+            target = (page.parent / unquote(path)).resolve() if path else page
+            if not target.exists() or (anchor and target in anchors and unquote(anchor) not in anchors[target]):
+                broken.append(f"{page.relative_to(site)}: {link}")
+    assert broken == []
+
+
+@pytest.mark.exhaustive("make docs")
+def test_reference_has_every_option_of_every_command(site):
+    """What `phalanx COMMAND --help` shows is on the page about the command line."""
+    page = html.unescape(re.sub(r"<[^>]*>", "", (site / "command_line.html").read_text(encoding="utf-8")))
+    commands = [main]
+    for command in commands:
+        commands += getattr(command, "commands", {}).values()
+        for parameter in command.params:
+            if isinstance(parameter, click.Option) and command is not main:
+                assert {*parameter.opts} <= {*re.findall(r"(?<!\S)--?[\w-]+", page)}, parameter.opts
 
 
 def test_every_all_is_public():
