@@ -195,6 +195,16 @@ def test_names_that_refer_to_another_are_the_same():
     assert all(NAMES[one] is NAMES[other] for one, other in pairs)
 
 
+def test_every_member_of_a_strategy_is_in_the_reference():
+    """Those that programs use come first, so the page lists them one by one."""
+    page = (ROOT / "docs/api/strategies.md").read_text(encoding="utf-8")
+    first = re.search(r"autoclass:: phalanx\.Strategy\n\n((?:   .*\n|\n)+)", page)[1]
+    listed = re.findall(
+        r"::(?: phalanx\.Strategy\.| )(\w+)$", first + page.partition("## For authors")[2], re.MULTILINE
+    )
+    assert sorted(listed) == sorted(name for name in dir(phalanx.Strategy) if not name.startswith("_"))
+
+
 def test_hooks_of_a_strategy():
     """The hooks on the page are those that the class names. Each exists, and may be overridden."""
     page = (ROOT / "docs/extend.md").read_text(encoding="utf-8")
