@@ -131,12 +131,13 @@ def write_commands(app, docname, source):
 
 
 def break_names(app, pagename, templatename, context, doctree):
-    """Allows long names in text to break after a dot, an underscore or a bracket, so that tables fit on a phone."""
+    """Allows long names to break after a dot, an underscore or a bracket, so that tables fit on a phone."""
     inline_code = re.compile(r'(?<=<span class="pre">)[^<]+')
-    context["body"] = inline_code.sub(
-        lambda code: re.sub(r"[._(=,/]+(?=.)", r"\g<0><wbr>", code[0]),
-        context.get("body", ""),
-    )
+    for part in ("body", "toc"):
+        context[part] = inline_code.sub(
+            lambda code: re.sub(r"[._(=,/]+(?=[^)])", r"\g<0><wbr>", code[0]),
+            context.get(part, ""),
+        )
 
 
 def remove_links_back(app, pagename, templatename, context, doctree):
