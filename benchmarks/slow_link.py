@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two processes train over a link of 100 Mbit/s: the steps per second by what they send, beside torch with its hooks.
+"""Two processes train over a link of 100 Mbit/s: the steps per second by what they send, compared with torch and its hooks.
 
 The processes are in network namespaces whose interfaces have token buckets, so this needs root on Linux (`phalanx.testing.VirtualNetwork`).
 All train the same MLP on the same batches.
@@ -29,8 +29,11 @@ _PHALANX = {
     "bfloat16": 40,
     "int8": 60,
     "TopK(0.01)": 150,
+    "TopK(0.05)": 80,
     "PowerSGD(2)": 150,
+    "PowerSGD(4)": 150,
     "LocalSGD(8)": 80,
+    "DiLoCo(50)": 400,
     "DiLoCo(100)": 400,
 }
 _TORCH = {"none": 20, "fp16": 40, "PowerSGD(2)": 150}
@@ -86,11 +89,11 @@ def _seconds(
 
 
 def run(*, quick: bool, rounds: int = 5, seed: int = 0) -> Report:
-    """Trains with each library and compression in turn, and compares the steps per second with those of whole gradients."""
+    """Trains with each library and compression in turn, and compares the steps per second with full gradients."""
     del seed  # Nothing is drawn.
     report = Report(
         "slow_link",
-        f"Two processes on a link of {RATE} Mbit/s train an MLP: steps per second (ratio: to whole gradients with the same library)",
+        f"Two processes on a link of {RATE} Mbit/s train an MLP: steps per second (ratio: to full gradients with the same library)",
         ("library, what is sent", "steps/s", "ratio", "target", "all rounds"),
     )
     speeds: dict[str, list[float]] = {}

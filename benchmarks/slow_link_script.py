@@ -18,9 +18,11 @@ COMPRESSIONS: dict[str, Any] = {
     "bfloat16": "bfloat16",
     "int8": "int8",
     "TopK(0.01)": TopK(0.01),
+    "TopK(0.05)": TopK(0.05),
     "PowerSGD(2)": PowerSGD(2),
+    "PowerSGD(4)": PowerSGD(4),
 }
-LOCAL_UPDATES = {"LocalSGD(8)": LocalSGD(8), "DiLoCo(100)": DiLoCo(every=100)}
+LOCAL_UPDATES = {"LocalSGD(8)": LocalSGD(8), "DiLoCo(50)": DiLoCo(every=50), "DiLoCo(100)": DiLoCo(every=100)}
 
 
 def main(name: str, steps: int) -> None:

@@ -124,7 +124,7 @@ def test_figures_of_the_readme_are_those_of_the_benchmarks():
     """Each figure of a line that links to a section of docs/benchmarks.md stands in that section."""
     sections = {
         re.sub(r"[^a-z -]", "", section.partition("\n")[0].lower()).replace(" ", "-"): section
-        for section in (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8").split("\n## ")
+        for section in re.split(r"\n##+ ", (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8"))
     }
     claims = [
         (figure, sections[anchor])
