@@ -114,10 +114,10 @@ def draw_losses(killed_after: int) -> None:
             "1 process": alone["losses"],
             f"{workers[0]} processes, one is killed": together["losses"],
         },
-        "A process is killed, the training goes on",
+        "A process is killed, training continues",
         IMAGES / "kill.svg",
         [
-            (killed_after, "worker 1 is killed, the others go on"),
+            (killed_after, "worker 1 is killed, the others continue"),
             (joined, "a new worker joins them"),
         ],
     )
