@@ -146,19 +146,19 @@ def test_type_checker_sees_the_strategy(python, tmp_path):
     ], found.stdout
 
 
-def test_design_names_the_rooms():
+def test_design_names_the_packages():
     """All of them, in the order in which they import each other."""
     text = (ROOT / "DESIGN.md").read_text(encoding="utf-8")
     table = re.findall(
-        r"^\| `(\w+)` \|", text[text.index("| room |") : text.index("## State of the process")], re.MULTILINE
+        r"^\| `(\w+)` \|", text[text.index("| package |") : text.index("## State of the process")], re.MULTILINE
     )
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"][
         "contracts"
     ]
     (layers,) = [c["layers"] for c in contracts if c.get("containers") == ["phalanx._src"]]
-    rooms = {path.parent.name for path in (ROOT / "src/phalanx/_src").glob("*/__init__.py")}
-    assert table == [layer for layer in layers if layer in rooms]
-    assert set(table) == rooms
+    packages = {path.parent.name for path in (ROOT / "src/phalanx/_src").glob("*/__init__.py")}
+    assert table == [layer for layer in layers if layer in packages]
+    assert set(table) == packages
 
 
 def test_tour_leads_to_files():
