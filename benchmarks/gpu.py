@@ -2,7 +2,7 @@
 """`make gpu`: the contract rows that fit on the devices of this machine, and five benchmarks, in one report.
 
 It takes the platform from JAX, so that it also runs on CPUs. Each part runs in a process of its own with a deadline, and
-the report is written after each part. It installs nothing: a part whose packages are missing is left out.
+the report is written after each part. It installs nothing: it skips a part whose packages are missing.
 """
 
 import argparse

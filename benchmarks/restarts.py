@@ -56,14 +56,14 @@ class _Failure:
     ending: str | None = None
 
 
-_DIED = "has ended without a word: it was killed, or has crashed"
+_DIED = r"exited without an error message \(killed or crashed\)"
 _FAILURES = {
     "SIGKILL": _Failure("os.kill(os.getpid(), signal.SIGKILL)", _DIED, "was killed by SIGKILL"),
-    "SIGSTOP": _Failure("os.kill(os.getpid(), signal.SIGSTOP)", r"has said nothing for \S+ s, since step \d+:"),
-    "exception": _Failure("raise ValueError('a bad row')", "has ended by ValueError: a bad row", "exited with code 1"),
-    "sys.exit": _Failure("sys.exit()", "has ended its program after step {step}, and rank "),
+    "SIGSTOP": _Failure("os.kill(os.getpid(), signal.SIGSTOP)", r"has been silent for \S+ s, since step \d+:"),
+    "exception": _Failure("raise ValueError('a bad row')", "failed with ValueError: a bad row", "exited with code 1"),
+    "sys.exit": _Failure("sys.exit()", "finished its program after step {step}; rank "),
     "os._exit": _Failure("os._exit(0)", _DIED),
-    "sleep": _Failure("time.sleep(3600)", "stands still after step {step}, and rank "),
+    "sleep": _Failure("time.sleep(3600)", "is stuck after step {step}; rank "),
 }
 
 
@@ -162,7 +162,7 @@ class _Run:
     def seconds_to_report(self) -> float | None:
         """How long after the failure the launcher reported it; None where one of them did not happen."""
         failed = [facts["failed_at"] for facts in self._facts if "failed_at" in facts]
-        reported = [at for at, line in self.report if re.search("failed first: |^The cluster could not go on: ", line)]
+        reported = [at for at, line in self.report if re.search("failed first: |^The cluster could not continue: ", line)]
         return reported[0] - failed[0] if failed and reported else None
 
     @property
@@ -290,7 +290,7 @@ def _told(played: _Round) -> str:
     if played.failure.ending is None:
         return played.loss_of_rank
     # The one that is at fault may end after the others, which then say who it is.
-    return f"worker {played.rank} failed first: it {played.failure.ending}|could not go on: {played.loss_of_rank}"
+    return f"worker {played.rank} failed first: it {played.failure.ending}|could not continue: {played.loss_of_rank}"
 
 
 def _place(backup: Path | None) -> str:

@@ -5,7 +5,7 @@
   python examples/estimator_cluster.py                                  this process trains and evaluates in turn
 
 The data set is scikit-learn's 1,797 images of handwritten digits. All processes read and write the folder `--out`. A training
-that is started again goes on with its last checkpoint.
+that is started again continues from its last checkpoint.
 """
 
 import argparse

@@ -3,7 +3,7 @@
 
   python examples/text_lm.py                  on one device, then on two: virtual CPU devices, or GPUs
   python examples/text_lm.py --devices 2      on two devices only
-  python examples/text_lm.py --resume         goes on where such a run was stopped or killed
+  python examples/text_lm.py --resume         resumes where such a run was stopped or killed
   python examples/text_lm.py --summaries      writes loss, learning rate and weights for TensorBoard
   python examples/text_lm.py --steps 600 --sample      also shows a function that the model has written
 

@@ -34,11 +34,11 @@ def run(folder, culprit, code, step="total.assign_add(1.0)"):
     return run_to_its_end(*RUN, 2, train, STALL_S, culprit, code)
 
 
-NO_WORD = "has ended without a word: it was killed, or has crashed"
+NO_WORD = "exited without an error message (killed or crashed)"
 CASES = {
     "killed": (1, "os.kill(os.getpid(), 9)", 137, NO_WORD),
     "crashes": (1, "ctypes.string_at(0)", 139, NO_WORD),
-    "raises": (0, "raise ValueError('a bad row')", 1, "has ended by ValueError: a bad row"),
+    "raises": (0, "raise ValueError('a bad row')", 1, "failed with ValueError: a bad row"),
 }
 
 
@@ -54,7 +54,7 @@ def test_death_of_one_worker_is_named_by_the_other(tmp_path, case, step):
     ended, out, report = run(tmp_path, culprit, code, step)
     assert ended == status, out + report
     # On a busy machine the one that is at fault may end after the other, which then says who it is.
-    assert re.search(rf"^worker {culprit} failed first: |^The cluster could not go on: rank {culprit} ", report, re.M)
+    assert re.search(rf"^worker {culprit} failed first: |^The cluster could not continue: rank {culprit} ", report, re.M)
     assert LOST.format(1 - culprit, culprit) in out
     assert f") {how}: no step can run without it.\n[worker {1 - culprit}] HINT: phalanx run" in out
     assert out.count(f"[worker {1 - culprit}] Traceback (most recent call last):") == 1
@@ -66,16 +66,16 @@ def test_one_leaves_without_a_word(tmp_path):
     """It has not failed, as its exit code says; the report names it nevertheless."""
     ended, out, report = run(tmp_path, 1, "print('bye'); os._exit(0)")
     assert ended == 1, out + report
-    assert re.match(rf"The cluster could not go on: rank 1 \(127.0.0.1:\d+\) {NO_WORD}.\n", report)
+    assert re.match(rf"The cluster could not continue: rank 1 \(127.0.0.1:\d+\) {re.escape(NO_WORD)}.\n", report)
     assert re.search(
         r"\nworker 1 exited with code 0, .* after the start.\nIts last lines:\n(  \| .*\n)*  \| bye\n", report
     )
 
 
 STANDS = {
-    "sleeps": ("time.sleep(600)", "stands still after step 21, and rank 0 (127.0.0.1:"),
-    "is stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", "has said nothing for 10 s, since step 21: "),
-    "exits early": ("sys.exit()", "has ended its program after step 21, and rank 0 (127.0.0.1:"),
+    "sleeps": ("time.sleep(600)", "is stuck after step 21; rank 0 (127.0.0.1:"),
+    "is stopped": ("os.kill(os.getpid(), signal.SIGSTOP)", "has been silent for 10 s, since step 21: "),
+    "exits early": ("sys.exit()", "finished its program after step 21; rank 0 (127.0.0.1:"),
 }
 
 
@@ -85,7 +85,7 @@ def test_one_stands_still(tmp_path, case):
     code, how = STANDS[case]
     ended, out, report = run(tmp_path, 1, code)
     assert ended == 75, out + report
-    assert re.match(r"The cluster could not go on: rank 1 \(127.0.0.1:\d+\) ", report)
+    assert re.match(r"The cluster could not continue: rank 1 \(127.0.0.1:\d+\) ", report)
     assert how in report
     assert "it saw no progress" in report
     # How it ended itself is not sure: JAX may abort it once the first process is gone.

@@ -93,7 +93,7 @@ def test_group_starts_on_this_network(check, kind, proxies):
     codes, outputs = check(of_machines(hosts), of_machines(host_name), addresses, **proxies)
     assert codes == [0, 0], outputs
     passed = re.findall("^PASS (.*?):", outputs[0], re.M)
-    assert passed[-5:] == ["roll call", "all-reduce", "addresses", "versions", "clocks"]
+    assert passed[-5:] == ["handshake", "all-reduce", "addresses", "versions", "clocks"]
     assert ("proxies" in passed) == bool(proxies)
     assert "FAIL" not in outputs[1]
 
@@ -105,4 +105,4 @@ def test_name_of_the_first_machine_leads_back_on_the_second(check):
     codes, outputs = check(hosts, of_machines("host{}"), of_machines("host{}"), timeout_s=5)
     assert codes == [1, 1], outputs
     assert "FAIL names: on the machine of rank 1, host0 is 127.0.1.1, which leads back to that machine" in outputs[1]
-    assert "FAIL roll call: " in outputs[0]
+    assert "FAIL handshake: " in outputs[0]

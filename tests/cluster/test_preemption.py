@@ -110,7 +110,7 @@ def test_training_goes_on_after_sigterm(tmp_path, undisturbed, victims, mode, wo
     code, out, report = run(tmp_path, victims, 11, mode, workers)
     assert code == 0, out + report
     assert re.search(r"saved after the same step, because rank \d \(127.0.0.1:\d+\) received SIGTERM", out + report)
-    assert re.search(r"failed first: it exited with code 42 \(it was told to end, and has saved first\)", report), (
+    assert re.search(r"failed first: it exited with code 42 \(it was asked to exit, and saved first\)", report), (
         report
     )
     assert "The group starts again: 1 of 1." in report

@@ -105,7 +105,7 @@ def test_elastic_job_goes_on_without_its_second_node(submit, slurm):
     job.wait_for_text("TRAINS", 2)
     with slurm.without("node2"):
         job.wait_for_text(f"DONE 0 {4 * int(SHORT)}")
-    assert "Generation 2: worker 0 goes on." in job.text
+    assert "Generation 2: worker 0 continues." in job.text
     assert job.show("Restarts") == "0"
 
 

@@ -195,7 +195,7 @@ class BackupAndRestore(BatchCounter):
         if self.progress is None:
             raise ContextError(
                 "BackupAndRestore in fit of a model that belongs to no strategy",
-                "Keras's own training loop does not tell the position in the data.",
+                "Keras's own training loop does not expose the position in the data.",
                 "with strategy.scope(): around the lines that create and compile the model; or keras.callbacks.BackupAndRestore",
             )
         checkpoint = Checkpoint(model=self.model, progress=self.progress)
@@ -271,6 +271,6 @@ def refuse_position() -> InputError:
     """Returns the error for data whose position is unknown."""
     return InputError(
         "BackupAndRestore(save_freq=...) with a dataset function under ParameterServerStrategy",
-        "each worker reads a dataset of its own, so the position is known only at the end of an epoch.",
+        "each worker reads its own dataset, so the position is known only at the end of an epoch.",
         'save_freq="epoch"',
     )

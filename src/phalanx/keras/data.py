@@ -344,7 +344,7 @@ class EpochData:
     def _warn(self, done: int) -> None:
         warn_of_slip(
             f"The data ended after {done} of {self._steps} steps of an epoch.",
-            "dataset.repeat(), or leave out steps_per_epoch",
+            "dataset.repeat(), or omit steps_per_epoch",
         )
 
 

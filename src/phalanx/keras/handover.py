@@ -168,7 +168,7 @@ class Run:
             _set_counters(callback, counters)
             if is_new and counters["unsent"] and not _is_built_in(callback):
                 warn_of_slip(
-                    f"This process has joined a training, but {listed(counters['unsent'])} of {type(callback).__name__} cannot be sent "
+                    f"This process has joined a training run, but {listed(counters['unsent'])} of {type(callback).__name__} cannot be sent "
                     "to it, so the callback may act differently here.",
                     "get_state(), which returns numbers, text, arrays or containers of these, and set_state(state), in the callback",
                 )

@@ -192,7 +192,7 @@ class WorkersData:
         """Nothing is checked: each epoch has `num_batches` batches."""
 
     def get_state(self) -> State:
-        """Returns the position at the end of an epoch: nothing, because each worker reads a dataset of its own.
+        """Returns the position at the end of an epoch: nothing, because each worker reads its own dataset.
 
         Raises:
           InputError: called within an epoch.

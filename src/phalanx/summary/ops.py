@@ -452,7 +452,7 @@ def _record(
         if any(isinstance(x, jax.core.Tracer) for x in (value, step, is_on)):
             raise NestedWriteError(
                 f"phalanx.summary.{kind}({tag!r}, ...) in a function that JAX traces",
-                "the value cannot leave jax.jit or another transformation of JAX.",
+                "the value cannot leave jax.jit or another JAX transformation.",
                 "phalanx.function instead of jax.jit",
             )
         deliver([Record(kind=kind, tag=tag, value=value, step=step, notes=notes, writer=writer)])

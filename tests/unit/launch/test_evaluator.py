@@ -69,7 +69,7 @@ def test_evaluator_that_fails_starts_again_alone(launch):
     assert launched.lines_of(1) == ["worker 0"]
     assert launched.reports == [
         "evaluator 0 exited with code 3. It alone starts again in 0.01 s: 1 of 3.",
-        "evaluator 0 was killed by SIGKILL (from outside; by the kernel, where memory runs out). "
+        "evaluator 0 was killed by SIGKILL (probably out of memory, or kill -9). "
         "It alone starts again in 0.02 s: 2 of 3.",
         "The workers have ended. evaluator 0 has 600 s to finish.",
         "evaluator 0 exited with code 1. It alone starts again in 0.04 s: 3 of 3.",
@@ -125,7 +125,7 @@ def test_training_that_fails_ends_the_evaluator(launch):
     assert launched.lines_of(0, "evaluator") == ["failed"]
     report, last = launched.reports
     assert report.startswith("worker 0 failed first: it exited with code 4")
-    assert last == "evaluator 0 exited with code 5 after it was told to end."
+    assert last == "evaluator 0 exited with code 5 after it was asked to exit."
 
 
 def test_evaluator_that_never_finishes_is_ended(launch):
@@ -151,8 +151,8 @@ def test_signal_ends_the_evaluator_with_the_workers(launch):
     assert launched.outcome.exit_code == 130
     assert launched.lines_of(0, "evaluator") == ["cleaned up"]
     assert launched.reports == [
-        "The launcher was ended by SIGINT.\n  worker 0 exited with code 0 after it was told to end",
-        "evaluator 0 exited with code 0 after it was told to end.",
+        "The launcher was ended by SIGINT.\n  worker 0 exited with code 0 after it was asked to exit",
+        "evaluator 0 exited with code 0 after it was asked to exit.",
     ]
 
 
@@ -164,7 +164,7 @@ def test_signal_while_the_evaluator_finishes(launch):
     assert launched.lines_of(0, "evaluator") == ["succeeded", "cleaned up"]
     assert launched.reports[1:] == [
         "The launcher was ended by SIGTERM.",
-        "evaluator 0 exited with code 0 after it was told to end.",
+        "evaluator 0 exited with code 0 after it was asked to exit.",
     ]
 
 

@@ -54,11 +54,11 @@ def test_training_that_ends_before_its_end():
     outcome = Outcome((told,), unfinished="too few workers are left", evaluator=evaluator)
     assert (outcome.exit_code, outcome.is_success) == (TOO_FEW, False)
     assert report(outcome).startswith(
-        "The training ends before its end: too few workers are left.\n  worker 0 was ended"
+        "Training stopped early: too few workers are left.\n  worker 0 was ended"
     )
     failed = Outcome((told, Ending("worker 1", 3, 1.0)), unfinished="too few workers are left")
     assert failed.exit_code == 3
-    assert "before its end" not in report(failed)
+    assert "stopped early" not in report(failed)
 
 
 def test_report_of_finally_blocks():
@@ -78,7 +78,7 @@ def test_report_of_a_signal_after_a_failure():
 
 
 SAID = (
-    "\nPhalanx: rank {} (host:1) stands still after step 7, and rank 0 (host:0) has waited in step 8 for 9 s.\nHINT: x"
+    "\nPhalanx: rank {} (host:1) is stuck after step 7; rank 0 (host:0) has been waiting in step 8 for 9 s.\nHINT: x"
 )
 
 
@@ -89,8 +89,8 @@ def test_report_of_a_stall():
     outcome = Outcome((first, stopped))
     assert (outcome.culprit, outcome.exit_code) == (stopped, 75)
     assert report(outcome) == (
-        "The cluster could not go on: rank 1 (host:1) stands still after step 7, and rank 0 (host:0) has waited in step 8 for 9 s.\n"
-        "worker 1 stood still (SIGSTOP) and was ended by the launcher (SIGKILL), 9.4 s after the start.\n"
+        "The cluster could not continue: rank 1 (host:1) is stuck after step 7; rank 0 (host:0) has been waiting in step 8 for 9 s.\n"
+        "worker 1 was stopped (SIGSTOP) and was ended by the launcher (SIGKILL), 9.4 s after the start.\n"
         "Its last lines:\n  | its own\n"
         "  worker 0 exited with code 75 (it saw no progress)"
     )
@@ -98,7 +98,7 @@ def test_report_of_a_stall():
 
 def test_killed_process_that_ends_after_the_one_that_names_it():
     """The exit code is that of the process that is named, although another one ended before it."""
-    said = "Phalanx: rank 1 (host:1) has ended without a word: it was killed, or has crashed."
+    said = "Phalanx: rank 1 (host:1) exited without an error message (killed or crashed)."
     outcome = Outcome((Ending("worker 0", 1, 7.3, last=lines(said)), Ending("worker 1", -9, 7.4)))
     assert (outcome.culprit.name, outcome.exit_code) == ("worker 1", 137)
     # One that has not failed by itself has no such code.
@@ -124,7 +124,7 @@ def test_few_lines_are_shown():
     [
         (1, "exited with code 1"),
         (75, "exited with code 75 (it saw no progress)"),
-        (-9, "was killed by SIGKILL (from outside; by the kernel, where memory runs out)"),
+        (-9, "was killed by SIGKILL (probably out of memory, or kill -9)"),
         (-6, "was killed by SIGABRT (abort: a fatal error in native code)"),
         (-11, "was killed by SIGSEGV"),
         (-40, "was killed by signal 40"),

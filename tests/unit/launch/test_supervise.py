@@ -42,7 +42,7 @@ for new_session in (False, True):
         ("raise KeyError('weights')", 1, "KeyError: 'weights'"),
         ("sys.exit('no data')", 1, "no data"),
         ("os._exit(75)", 75, "code 75 (it saw no progress)"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "it was killed by SIGKILL (from outside"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "it was killed by SIGKILL (probably out of memory"),
         ("os.kill(os.getpid(), signal.SIGSEGV)", 139, "it was killed by SIGSEGV"),
         ("os.abort()", 134, "it was killed by SIGABRT (abort"),
         ("os.kill(os.getpid(), signal.SIGTERM)", 143, "it was killed by SIGTERM"),
@@ -87,7 +87,7 @@ def test_first_failure_is_named(launch):
     assert launched.outcome.exit_code == 4
     assert launched.outcome.culprit.name == "worker 1"
     assert launched.lines_of(0) == ["cleaned up"]
-    assert "worker 0 exited with code 5 after it was told to end" in launched.reports[0]
+    assert "worker 0 exited with code 5 after it was asked to exit" in launched.reports[0]
 
 
 def test_others_report_whom_they_miss(launch):
@@ -115,7 +115,7 @@ def test_stopped_worker_is_named(launch, needs_proc):
         "sys.exit(75)"
     )
     assert launched.outcome.exit_code == 75
-    assert "worker 0 stood still (SIGSTOP) and was ended by the launcher (SIGTERM)" in launched.reports[0]
+    assert "worker 0 was stopped (SIGSTOP) and was ended by the launcher (SIGTERM)" in launched.reports[0]
 
 
 def test_worker_that_ignores_sigterm_is_killed(launch):
@@ -168,8 +168,8 @@ def test_signal_to_the_launcher(launch, number, code):
     assert launched.lines_of(0) == launched.lines_of(1) == ["cleaned up"]
     assert launched.reports == [
         f"The launcher was ended by {number.name}.\n"
-        "  worker 0 exited with code 5 after it was told to end\n"
-        "  worker 1 exited with code 5 after it was told to end"
+        "  worker 0 exited with code 5 after it was asked to exit\n"
+        "  worker 1 exited with code 5 after it was asked to exit"
     ]
 
 

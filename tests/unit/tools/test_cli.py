@@ -161,7 +161,7 @@ def test_doctor_passes_all_checks(phalanx_process, tmp_path):
     (tmp_path / "shared").mkdir()
     done = phalanx_process("doctor", "--shared", "shared")
     assert done.returncode == 0, done.stdout + done.stderr
-    names = ["port", "roll call", "all-reduce", "versions", "clocks", "shared folder"]
+    names = ["port", "handshake", "all-reduce", "versions", "clocks", "shared folder"]
     assert re.findall(r"^\[worker 0\] PASS (.*?):", done.stdout, re.M) == names
     assert not list((tmp_path / "shared").iterdir())
 
@@ -185,7 +185,7 @@ def test_doctor_of_a_cluster_with_a_missing_peer(phalanx):
     passed, failed, hint = done.out.splitlines()
     assert passed == f"PASS port: rank 0 can listen at {first}."
     missing = f"after 0.5 s rank 1 ({second}) had not connected to rank 0 ({first})."
-    assert failed == f"FAIL roll call: a cluster of 2 processes: {missing}"
+    assert failed == f"FAIL handshake: a cluster of 2 processes: {missing}"
     assert hint.startswith("HINT: look at the output of the missing processes")
 
 
@@ -194,7 +194,7 @@ def test_doctor_names_a_launcher_without_addresses(phalanx):
     done = phalanx("doctor", OMPI_COMM_WORLD_RANK="1", OMPI_COMM_WORLD_SIZE="2")
     assert done.returncode == 2
     launch = "Open MPI has started 2 processes (OMPI_COMM_WORLD_SIZE), and this is rank 1 (OMPI_COMM_WORLD_RANK)"
-    assert done.err.startswith(f"phalanx: {launch}: nothing tells it the addresses of the others, so each would train")
+    assert done.err.startswith(f"phalanx: {launch}: it does not know the addresses of the others, so each would train")
     assert "HINT: phalanx.MultiWorkerMirroredStrategy(" in done.err
 
 
@@ -211,9 +211,9 @@ def test_doctor_finds_a_port_in_use(phalanx):
             done = phalanx("doctor", "--shared", folder, **variables)
             assert done.returncode == code, done
             found = re.findall(r"^(PASS|FAIL) (.*?):", done.out, re.M)
-            names = ["roll call", "all-reduce", "versions", "clocks"]
+            names = ["handshake", "all-reduce", "versions", "clocks"]
             assert found == [*(("PASS", name) for name in names), (name, "shared folder")]
-            assert done.out.startswith("PASS roll call: this is an evaluator, which joins nobody.\n")
+            assert done.out.startswith("PASS handshake: this is an evaluator, which joins nobody.\n")
     assert "\nFAIL shared folder: rank 0 cannot write to nowhere: No such file or directory.\nHINT: use a" in done.out
 
 
@@ -298,7 +298,7 @@ def test_template_with_an_evaluator_is_refused(scheduler):
     assert (done.exit_code, done.stdout) == (2, "")
     assert done.stderr == (
         f"phalanx: --evaluator with --print {scheduler}: the template starts only the processes that train. "
-        "An evaluator is a job of its own.\n"
+        "An evaluator needs its own job.\n"
         """HINT: TF_CONFIG='{"task": {"type": "evaluator", "index": 0}}' python train.py --lr 1\n"""
     )
 

@@ -302,7 +302,7 @@ class Checkpoint(Holder):
             if not membership.outlives_losses():
                 raise
             # In all processes, the next save has another number: the chief may have written this one.
-            _log.warning("%s is left out. %s", call, str(e).partition("\n")[0])
+            _log.warning("%s was skipped. %s", call, str(e).partition("\n")[0])
         self._path = path
         return path
 

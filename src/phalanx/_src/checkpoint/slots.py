@@ -64,7 +64,7 @@ class StoredSlots:
             if stored and len(stored) != len(names):
                 self.problems.append(
                     f"{place or 'the optimizer'} trains {len(names)} variables {group[1:]!r}, and {len(stored)} in the checkpoint, "
-                    "which does not tell which of them: it does not contain the layers"
+                    "and it does not say which, because it does not contain the layers"
                 )
             is_same = names.keys() == stored.keys()
             keys = [stored[name] for name in names] if is_same else list(stored.values()) or list(names)

@@ -129,7 +129,7 @@ def of_worker(state: State, index: int, count: int) -> State:
     if len(states) != count:
         raise InputError(
             f"set_state of a position of {len(states)} workers",
-            f"the number of workers is now {count}, and each reads a dataset of its own.",
+            f"the number of workers is now {count}, and each reads its own dataset.",
             "AutoShardPolicy.DATA or FILE, whose positions fit any number of workers",
         )
     return states[index]  # type: ignore[no-any-return]

@@ -54,7 +54,7 @@ def unpacked(data: bytes) -> PyTree:
     message = json.loads(data)
     if "refused" in message:
         raise InputError(
-            f"a worker without rows, beside workers whose batches are {message['refused']}",
+            f"a worker without rows, while the batches of other workers are {message['refused']}",
             "it pads with a row of another worker, and workers send each other arrays in tuples, lists and dicts only.",
             "batches of tuples, lists and dicts, or at least one row for each worker",
         )

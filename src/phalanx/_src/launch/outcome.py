@@ -19,9 +19,9 @@ TOO_FEW = 76
 """The exit code of a launcher whose group has ended before its end, although none of its own processes is to blame."""
 
 _REASONS = {
-    -signal.SIGKILL: "from outside; by the kernel, where memory runs out",
+    -signal.SIGKILL: "probably out of memory, or kill -9",
     -signal.SIGABRT: "abort: a fatal error in native code",
-    42: "it was told to end, and has saved first",
+    42: "it was asked to exit, and saved first",
     75: "it saw no progress",
     128 + signal.SIGTERM: "it was ended by SIGTERM",
 }
@@ -126,12 +126,12 @@ class Outcome:
 def report(outcome: Outcome) -> str:
     """Returns a report on the culprit, its last lines and stack, and the ends of the others; empty after success."""
     culprit, verdict = outcome.culprit, outcome.verdict
-    lines = [f"The cluster could not go on: {verdict['text']}"] if verdict else []
+    lines = [f"The cluster could not continue: {verdict['text']}"] if verdict else []
     if culprit:
         how = became(culprit) if verdict else f"failed first: it {in_words(culprit.code)}"
         lines += [f"{culprit.name} {how}, {culprit.after_s:.1f} s after the start.", *_words_of(culprit)]
     if outcome.unfinished and not culprit:
-        lines.append(f"The training ends before its end: {outcome.unfinished}.")
+        lines.append(f"Training stopped early: {outcome.unfinished}.")
     if outcome.signal is not None:
         lines.append(f"The launcher was ended by {signal_name(outcome.signal)}.")
     if lines:
@@ -152,13 +152,13 @@ def in_words(code: int) -> str:
 
 def became(ending: Ending) -> str:
     """Returns how a process ended, and whether the launcher had told it to."""
-    stood = "stood still (SIGSTOP) and " if ending.is_stopped else ""
+    stood = "was stopped (SIGSTOP) and " if ending.is_stopped else ""
     # A worker whose `finally` blocks ran after SIGTERM exits with 143.
     code = -signal.SIGTERM if ending.code == 128 + signal.SIGTERM else ending.code
     if ending.is_told and code in (-signal.SIGTERM, -signal.SIGKILL):
         return f"{stood}was ended by the launcher ({signal_name(-code)})"
-    survived = ", and the others went on" if ending.is_survived else ""
-    return f"{stood}{in_words(ending.code)}" + (" after it was told to end" if ending.is_told else "") + survived
+    survived = "; the others continued" if ending.is_survived else ""
+    return f"{stood}{in_words(ending.code)}" + (" after it was asked to exit" if ending.is_told else "") + survived
 
 
 def signal_name(number: int) -> str:

@@ -66,7 +66,7 @@ def _on_pods(file: str, request: Request, max_restarts: int, *, job: str) -> str
         "command": json.dumps(words),
         "pod_restarts": f"{_POD_RESTARTS if is_elastic else 0}",
         "if_preempted": "Ignore" if is_elastic else "FailJob",
-        "failures": "The others go on without a pod that fails." if is_elastic else "If one fails, all start again.",
+        "failures": "If one fails, the others continue." if is_elastic else "If one fails, all start again.",
     }
     return _filled(file, {**values, "pods": _filled("pods.yaml", values)})
 

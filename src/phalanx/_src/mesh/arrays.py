@@ -333,13 +333,13 @@ def _usual(value: Any, name: str) -> Any:
         fields = dtype.names or ("field",)
         raise InputError(
             f"{name} that is a structured array of dtype {dtype}",
-            "an array of JAX has numbers of one dtype.",
+            "JAX arrays have one dtype.",
             f"one array per field: {{{', '.join(f'{field!r}: x[{field!r}]' for field in fields)}}}",
         )
     if dtype.type in _ODD_KINDS:
         raise InputError(
             f"{name} of dtype {dtype}",
-            "an array of JAX holds numbers of at most 64 bits.",
+            "JAX arrays hold numbers of at most 64 bits.",
             'x.astype("complex128")' if dtype.kind == "c" else 'x.astype("float64")',
         )
     return value.astype(dtype.newbyteorder("="))

@@ -155,7 +155,7 @@ def _traced(
             # The ids were computed in an inner trace, and leaked out of it.
             raise TraceError(
                 f"rows of {describe(looked_up[0][0])} looked up in a scheduled step",
-                "the ids are computed inside the body of a loop or branch, or inside another transformation of JAX.",
+                "the ids are computed inside the body of a loop or branch, or inside another JAX transformation.",
                 "look up the rows before the loop or branch, and pass them in",
             )
         # A trace with whole tables shows how many rows the step looks up. The next trace has that many.

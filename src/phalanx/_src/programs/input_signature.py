@@ -103,7 +103,7 @@ class Signature:
         return InvalidArgumentError(
             f"{self._name}({name}=...)",
             f"{problem}.",
-            "pass an argument of that shape and dtype, or leave out input_signature",
+            "pass an argument of that shape and dtype, or omit input_signature",
         )
 
 

@@ -306,7 +306,7 @@ def warn_of_padding(what: object) -> None:
     """
     warn_of_slip(
         f"replicas with different numbers of rows do not exchange the same in a step: {what}. So this step computes padded rows too, "
-        "and only the losses and metrics of Keras leave them out.",
+        "and only Keras losses and metrics exclude them.",
         "the same collective operations for any number of rows, outside of loops and branches; or drop_remainder=True",
     )
 

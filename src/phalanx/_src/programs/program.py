@@ -448,7 +448,7 @@ def without_collections() -> Iterator[None]:
 def _refuse_alone(name: str) -> ContextError:
     return ContextError(
         f"the training step {name} in a process that has joined running workers",
-        "they go on from their own step, and this process would train alone from the beginning.",
+        "they continue from their current step, and this process would train alone from the beginning.",
         "for loss in phalanx.elastic.steps(train_step, dataset): ..., or model.fit",
     )
 

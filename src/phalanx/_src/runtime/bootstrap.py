@@ -195,7 +195,7 @@ def warn_if_alone(strategy: str) -> None:
     task = _task_of(resolver)
     if resolver is None and (lone := lone_task(os.environ)):
         warn_of_slip(
-            f"{lone.launch}, but nothing tells it the addresses of the others, so each trains alone.", lone.hint
+            f"{lone.launch}, but it does not know the addresses of the others, so each trains alone.", lone.hint
         )
     if watch.own() or resolver is None or task is None or task.type not in ("chief", "worker"):
         return
@@ -333,7 +333,7 @@ def _end_at_once(
     """Exits immediately after an uncaught error. Other processes may wait for this one in the middle of a step."""
     show(kind, error, where)
     if watchdog := watch.own():
-        watchdog.fail(f"has ended by {kind.__name__}: {error}".partition("\n")[0])
+        watchdog.fail(f"failed with {kind.__name__}: {error}".partition("\n")[0])
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)

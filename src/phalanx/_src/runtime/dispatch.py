@@ -100,9 +100,12 @@ def _is_of_program(error: BaseException) -> bool:
 def _peer_lost(how: str) -> PeerLostError:
     if membership.is_elastic():
         hint = (
-            "train by fit, or by: for loss in phalanx.elastic.steps(train_step, dataset). A process that is lost outside them, "
-            "or before the first step, ends the group: phalanx run --max-restarts 3"
+            "train with fit, or with: for loss in phalanx.elastic.steps(train_step, dataset). If a process dies outside them, "
+            "or before the first step, the group ends; phalanx run --max-restarts 3 restarts it"
         )
     else:
-        hint = "phalanx run --max-restarts 3 ..., and let the script resume from its last checkpoint"
+        hint = (
+            "phalanx run --workers MIN:MAX keeps the other workers training; "
+            "--max-restarts 3 restarts a script that resumes from a checkpoint"
+        )
     return PeerLostError(how, "no step can run without it.", hint)

@@ -114,7 +114,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
             raise InvalidArgumentError(
                 f"layout={shown(layout)} in an elastic group",
                 "the shards of a process would be lost with it.",
-                "phalanx run --workers 4, and a BackupAndRestore or CheckpointManager from which a restart goes on",
+                "phalanx run --workers 4, and a BackupAndRestore or CheckpointManager from which a restart continues",
             )
         self._elastic = elastic or ElasticOptions()
         self._stall_timeout_s = stall_timeout_s or options.timeout_seconds

@@ -214,13 +214,13 @@ def _require_plain_sums(call: str, topology: Topology, ops: CrossDeviceOps | Non
         raise InvalidArgumentError(
             f"{call} with cross_device_ops={type(ops).__name__}()",
             "both say how gradients are sent.",
-            "leave one of them out",
+            "pass only one of them",
         )
     if topology.axes or topology.layout is not None:
         raise InvalidArgumentError(
             f"{call} with a layout or a model axis",
             "every replica must hold whole variables and gradients.",
-            "leave out layout and model_axis, or this option",
+            "omit layout and model_axis, or this option",
         )
 
 

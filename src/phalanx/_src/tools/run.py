@@ -37,12 +37,12 @@ _NO_PROFILE = "none, because no worker has made {} training steps under a strate
     default="1",
     show_default=True,
     metavar="N|MIN:MAX",
-    help="Number of processes. With MIN:MAX, the others go on when one dies, as long as there are MIN, and another is started.",
+    help="Number of processes. With MIN:MAX, the others continue when one dies, as long as MIN are left, and a replacement starts.",
 )
 @click.option(
     "--in-cluster",
     is_flag=True,
-    help="Run this command on each machine of the cluster that the environment describes. --workers MIN:MAX counts those of all.",
+    help="Run this command on each machine of the cluster that the environment describes. --workers MIN:MAX counts the workers of all machines.",
 )
 @click.option(
     "--ray",
@@ -131,7 +131,7 @@ def run(
             raise InvalidArgumentError(
                 f"--ray {ray} with --in-cluster",
                 "one launcher starts all workers on Ray's nodes.",
-                "leave out --in-cluster",
+                "omit --in-cluster",
             )
         # Before anything starts: otherwise each worker would fail by itself, and be started again.
         request.check_script()
@@ -198,7 +198,7 @@ def _require_no_evaluator(request: Request, template: str) -> None:
     if request.evaluator:
         raise InvalidArgumentError(
             f"--evaluator with --print {template}",
-            "the template starts only the processes that train. An evaluator is a job of its own.",
+            "the template starts only the processes that train. An evaluator needs its own job.",
             f"""TF_CONFIG='{{"task": {{"type": "evaluator", "index": 0}}}}' {shlex.join(request.command("python"))}""",
         )
 

@@ -324,7 +324,7 @@ def program_scope() -> LiftScope:
 def _refuse_stateless_apply(option: str) -> InvalidArgumentError:
     return InvalidArgumentError(
         f"optimizer.stateless_apply under a strategy with {option}",
-        "it names no variables beside which the optimizer could keep what the replicas have not sent.",
+        "it names no variables, so the optimizer has no place for what the replicas have not sent.",
         "optimizer.apply(gradients, variables)",
     )
 
@@ -339,15 +339,15 @@ def _require_local(local: LocalUpdates, optimizer: keras.optimizers.Optimizer, t
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise InvalidArgumentError(
             f"{type(optimizer).__name__} under a strategy with local_updates={type(local).__name__}",
-            "replicas whose gradients overflow would leave out updates that others make.",
+            "replicas whose gradients overflow would skip updates that the others make.",
             "the dtype policy mixed_bfloat16, whose losses need no scale",
         )
     for variable in trained:
         if not policy_of(variable).on_demand:
             raise VariableError(
                 f"{describe(variable)} under a strategy with local_updates={type(local).__name__}",
-                "the replicas cannot have values of their own of it, because it was created outside the scope, or with another "
-                "aggregation than a mean.",
+                "a replica cannot have its own value of it, because it was created outside the scope, or with an "
+                "aggregation other than the mean.",
                 "with strategy.scope(): model = make_model()",
             )
 

@@ -83,7 +83,7 @@ def _loaded(path: str, custom_objects: Mapping[str, Any] | None) -> keras.Model:
         raise InvalidArgumentError(
             f"keras_model_path={path!r}",
             f"Keras cannot load it: {str(e).partition(chr(10))[0]}",
-            'model.save("model.keras"), and this path; custom_objects={...} for classes of its own',
+            'model.save("model.keras"), and this path; custom_objects={...} for its own classes',
         ) from e
 
 

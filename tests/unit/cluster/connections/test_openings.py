@@ -22,10 +22,10 @@ def test_one_machine_has_no_port_for_others(is_elastic):
 def test_several_machines_name_who_gets_in():
     """What has no proof says so."""
     found = {each.listener: each for each in openings(FAR)}
-    assert "prove" in found["the roll call"].admitted
+    assert "prove" in found["the handshake of the workers"].admitted
     assert found["JAX's coordination service"].port == "5001 of worker 0"
     assert "everyone" in found["JAX's coordination service"].admitted
-    assert "host0" in found["the roll call"].where
+    assert "host0" in found["the handshake of the workers"].where
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "host0"])

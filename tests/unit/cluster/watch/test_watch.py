@@ -25,7 +25,7 @@ from phalanx._src.cluster.watch.watch import Watch
 from phalanx._src.launch.plan import free_ports
 
 DEADLINE_S = 120.0
-WITHOUT_A_WORD = "has ended without a word: it was killed, or has crashed"
+WITHOUT_A_WORD = "exited without an error message (killed or crashed)"
 
 
 def member(rank, heard_s=100.0, moved_s=0.0, **known):
@@ -46,9 +46,9 @@ def inside(turn, **known):
     [
         ({}, None),
         ({"heard_s": 71.0}, None),
-        ({"heard_s": 69.0, "step": 4}, "rank 1 has said nothing for 30 s, since step 4: the process,"),
+        ({"heard_s": 69.0, "step": 4}, "rank 1 has been silent for 30 s, since step 4: the process,"),
         ({"heard_s": 1.0, "has_left": True}, None),
-        ({"end": "has ended by ValueError: no"}, "rank 1 has ended by ValueError: no"),
+        ({"end": "failed with ValueError: no"}, "rank 1 failed with ValueError: no"),
     ],
 )
 def test_presence_names_silent_and_failed_members(second, said):
@@ -71,7 +71,7 @@ def test_presence_of_one_that_only_gives_signs_of_life(inside_since_s, stall_s, 
     assert bool(verdict) == is_named
     assert judge_progress([own, busy], 100.0, stall_s=stall_s) is None
     if verdict:
-        text = "rank 1 is alive, but has reported nothing for 60 s, since step 3, and others wait"
+        text = "rank 1 is alive, but has reported nothing for 60 s, since step 3, while others wait"
         assert (verdict.text, verdict.still, verdict.is_loss) == (text, ("rank 1",), False)
 
 
@@ -91,32 +91,32 @@ def test_step_of_one_that_is_silent(step, is_inside, since):
         ([inside(6), at(5, moved_s=95.0), at(5)], None),
         (
             [inside(6, step=4), at(5, step=3), inside(6)],
-            "rank 1 stands still after step 3, and rank 0 has waited in step 4 for 100 s",
+            "rank 1 is stuck after step 3; rank 0 has been waiting in step 4 for 100 s",
         ),
-        ([at(4), at(4), inside(5)], "rank 0, rank 1 stand still after step 4, and rank 2 has waited in step 5 for 100"),
+        ([at(4), at(4), inside(5)], "rank 0, rank 1 are stuck after step 4; rank 2 has been waiting in step 5 for 100"),
         # It dispatches ahead, and so is not inside any more.
-        ([at(9), at(5), at(9)], "rank 1 stands still after step 5, and rank 0"),
-        ([inside(2)] * 3, "rank 0, rank 1, rank 2 cannot end step 2 for 100 s, while all of them are there"),
+        ([at(9), at(5), at(9)], "rank 1 is stuck after step 5; rank 0"),
+        ([inside(2)] * 3, "rank 0, rank 1, rank 2 have not finished step 2 for 100 s, although none is missing"),
         (
             [at(2, has_left=True), inside(2), at(2)],
-            "rank 1 cannot end step 2 for 100 s, while the others have ended theirs",
+            "rank 1 has not finished step 2 for 100 s, although the others have",
         ),
         (
             [inside(7), at(6, has_left=True, moved_s=96.0), inside(7)],
-            "rank 1 has ended its program after step 6, and rank 0 has waited in step 7 for 4 s",
+            "rank 1 finished its program after step 6; rank 0 has been waiting in step 7 for 4 s",
         ),
         ([at(7, has_left=True), at(7, has_left=True), at(7)], None),
         # It is not known what a silent process has done since, so it makes no progress only if it has left.
         ([inside(2), inside(2, heard_s=59.0), inside(2)], None),
-        ([inside(2), inside(2, heard_s=59.0, has_left=True), inside(2)], "rank 0, rank 1, rank 2 cannot end step 2"),
+        ([inside(2), inside(2, heard_s=59.0, has_left=True), inside(2)], "rank 0, rank 1, rank 2 have not finished step 2"),
         # The names of a few fit into a message.
         (
             [inside(7), inside(7), *[at(6)] * 4094],
-            "rank 2, rank 3, rank 4, rank 5, rank 6, rank 7, rank 8, rank 9 and 4086 more stand still after step 6,",
+            "rank 2, rank 3, rank 4, rank 5, rank 6, rank 7, rank 8, rank 9 and 4086 more are stuck after step 6;",
         ),
         (
             [inside(7)] * 4096,
-            "rank 0, rank 1, rank 2, rank 3, rank 4, rank 5, rank 6, rank 7 and 4088 more cannot end step 7 for 100 s,",
+            "rank 0, rank 1, rank 2, rank 3, rank 4, rank 5, rank 6, rank 7 and 4088 more have not finished step 7 for 100 s,",
         ),
     ],
     ids=lambda value: f"{value}"[:60],
@@ -262,7 +262,7 @@ def said(capfd):
 
     def read():
         text = capfd.readouterr().err
-        ends = re.findall(r"Phalanx: (.*(?:\nHINT: .*)?)\nThe cluster cannot go on, and rank (\d) ends here\.\n", text)
+        ends = re.findall(r"Phalanx: (.*(?:\nHINT: .*)?)\nThe cluster cannot continue, so rank (\d) exits\.\n", text)
         return re.findall(r"^Phalanx: (.*)$", text, re.M), {int(rank): verdict for verdict, rank in ends}
 
     return read
@@ -336,7 +336,7 @@ def test_one_stands_still(group, said, culprit, compares):
         assert three.statuses == {}
     three.wait(2)
     assert three.statuses == {0: 75, 1: 75, 2: 75}
-    still = f"{place(culprit)} stands still after step 5, and {place(others[0])} has waited in step 6 for "
+    still = f"{place(culprit)} is stuck after step 5; {place(others[0])} has been waiting in step 6 for "
     hint = "\nHINT: call fit, evaluate, predict, run and reduce on all workers, with as many"
     assert all(text.startswith(still) and hint in text for text in said()[1].values())
 
@@ -351,12 +351,12 @@ def test_one_is_stopped(group, said, culprit):
     three.wait(3, culprit)
     others = {0, 1, 2} - {culprit}
     assert three.statuses == dict.fromkeys(others, 75)
-    silence = f"{place(culprit)} has said nothing for 30 s, since step 5: the process, its machine"
+    silence = f"{place(culprit)} has been silent for 30 s, since step 5: the process, its machine"
     assert all(text.startswith(silence) for text in said()[1].values())
 
 
 @pytest.mark.parametrize("culprit", [0, 1])
-@pytest.mark.parametrize("how", [WITHOUT_A_WORD, "has ended by ValueError: no"])
+@pytest.mark.parametrize("how", [WITHOUT_A_WORD, "failed with ValueError: no"])
 @pytest.mark.parametrize(("state", "grace_s"), [("inside", 5), ("outside", 20), ("left", 0)])
 def test_death_of_one_process_ends_the_others(group, said, culprit, how, state, grace_s):
     """The others say it at once: JAX may end them before. They end by it if the main thread does not in its grace."""
@@ -385,14 +385,14 @@ def test_death_of_one_process_ends_the_others(group, said, culprit, how, state, 
 def test_one_that_fails_names_nobody(group, said, culprit):
     """That the others end by its failure is no news to it. It has a grace to end by itself."""
     two, before = group(2), []
-    two[culprit].fail("has ended by ValueError: no")
+    two[culprit].fail("failed with ValueError: no")
     two.look(culprit)
     assert two.statuses == {1 - culprit: 75}
     said()
     two.at_first_sleep = lambda: before.append(said())
     two.look()
     assert before == [([], {})]
-    own = "its last error stands above, and it has not ended by itself since."
+    own = "its last error is above, and it has not exited since."
     assert (said(), two.statuses[culprit]) == (([own], {culprit: own}), 75)
     assert 20 <= two.grace_s[culprit] <= 21
 
@@ -406,7 +406,7 @@ def test_one_leaves_early(group, said):
     assert three.statuses == {0: 75, 1: 75, 2: 75}
     for text in said()[1].values():
         assert text.startswith(
-            f"{place(1)} has ended its program after step 3, and {place(0)} has waited in step 4 for"
+            f"{place(1)} finished its program after step 3; {place(0)} has been waiting in step 4 for"
         )
         assert "\nHINT: call fit, evaluate, predict, run and reduce on all workers, with as many" in text
 
@@ -415,8 +415,8 @@ def test_one_leaves_early(group, said):
     ("event", "still", "why"),
     [
         ("dies", [], WITHOUT_A_WORD),
-        ("stands still", [2], "stands still after step 2, and rank 0 (127.0.0.1:4000) has waited in step 3 for 62 s"),
-        ("leaves", [2], "has ended its program after step 2, and the others go on"),
+        ("stands still", [2], "is stuck after step 2; rank 0 (127.0.0.1:4000) has been waiting in step 3 for 62 s"),
+        ("leaves", [2], "finished its program after step 2, while the others continue"),
     ],
 )
 def test_group_that_may_lose_processes(group, said, event, still, why):
@@ -454,7 +454,7 @@ def test_rank_0_leaves_the_others(group, has_failed):
         three.at_first_sleep = three[rank].close
         three.wait(1.5 if has_failed else 5, other)
     assert len(lost) == 2
-    assert all(why.startswith(f"{place(0)} has ended its program after step 2, and") for why in lost)
+    assert all(why.startswith(f"{place(0)} finished its program after step 2") for why in lost)
     assert all(watch.loss() for watch in three.watches[1:])
 
 
@@ -600,7 +600,7 @@ def processes():
     ("culprit", "code", "how"),
     [
         (1, "os._exit(3)", WITHOUT_A_WORD),
-        (0, "own.fail('has ended by KeyError'); os._exit(1)", "has ended by KeyError"),
+        (0, "own.fail('failed with KeyError'); os._exit(1)", "failed with KeyError"),
     ],
 )
 def test_death_of_a_real_process(processes, culprit, code, how):
@@ -611,7 +611,7 @@ def test_death_of_a_real_process(processes, culprit, code, how):
     for rank in {0, 1, 2} - {culprit}:
         _, text = running[rank].communicate(timeout=DEADLINE_S)
         assert running[rank].returncode == 0
-        assert re.fullmatch(rf"\nPhalanx: (rank {culprit} \(127.0.0.1:\d+\) {how})\.\n\1\n", text)
+        assert re.fullmatch(rf"\nPhalanx: (rank {culprit} \(127.0.0.1:\d+\) {re.escape(how)})\.\n\1\n", text)
 
 
 @pytest.mark.slow
@@ -628,8 +628,8 @@ def test_real_process_that_sigstop_holds(processes):
     for rank, place in ((0, "in waits"), (1, "in loss")):
         output, text = running[rank].communicate(timeout=DEADLINE_S)
         assert (running[rank].returncode, output) == (75, "")
-        assert re.search(r"Phalanx: rank 2 \(127.0.0.1:\d+\) has said nothing for 8 s", text)
-        assert f"rank {rank} ends here.\nThread MainThread (most recent call last):\n" in text
+        assert re.search(r"Phalanx: rank 2 \(127.0.0.1:\d+\) has been silent for 8 s", text)
+        assert f"rank {rank} exits.\nThread MainThread (most recent call last):\n" in text
         assert place in text
 
 

@@ -88,8 +88,8 @@ def numpy_dataset():
         ),
         (numpy_dataset(), None, f"NumpyDataset: {NO_BATCH_SIZE}"),
         (phalanx.data.from_files([__file__], open), None, f"dataset=Files: {NO_BATCH_SIZE}.\nHINT: pass batch_size=64"),
-        (Batches(), 4, r"batch_size=4 for a \w+: the dataset already yields batches.*\nHINT: leave out"),
-        (numpy_dataset().batch(2), 4, r"batch_size=4 for a \w+: the dataset already yields batches.*\nHINT: leave out"),
+        (Batches(), 4, r"batch_size=4 for a \w+: the dataset already yields batches.*\nHINT: omit"),
+        (numpy_dataset().batch(2), 4, r"batch_size=4 for a \w+: the dataset already yields batches.*\nHINT: omit"),
     ],
 )
 def test_what_is_no_dataset(strategy, dataset, batch_size, match):

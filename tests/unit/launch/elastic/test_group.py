@@ -76,11 +76,11 @@ def test_report_names_the_loss_that_ended_the_group(run):
     )
     assert outcome.exit_code == 6, said
     assert report(outcome).startswith("worker 2 failed first: it exited with code 6"), report(outcome)
-    assert "worker 1 exited with code 3, and the others went on" in report(outcome)
+    assert "worker 1 exited with code 3; the others continued" in report(outcome)
     assert "worker 0 exited with code 4\n" in report(outcome)
     assert said[:3] == [
         "worker 1 exited with code 3.",
-        "Generation 2: workers 0, 2 go on.",
+        "Generation 2: workers 0, 2 continue.",
         "worker 2 exited with code 6.",
     ]
 
@@ -109,7 +109,7 @@ def test_machine_that_never_comes(run):
     outcome, said = run("", least=2, workers=1, patience=patience, machines=machines, PHALANX_START_TIMEOUT_S="0.1")
     assert outcome.exit_code == TOO_FEW, said
     why = "too few workers are left, 1 of at least 2, after 0.1 s without phalanx run on the machines of these tasks: 1"
-    assert report(outcome).startswith(f"The training ends before its end: {why}.\n")
+    assert report(outcome).startswith(f"Training stopped early: {why}.\n")
 
 
 def test_first_machine_that_does_not_come_back(no_service):
@@ -132,5 +132,5 @@ def test_first_machine_that_does_not_come_back(no_service):
     assert outcome.exit_code == TOO_FEW, said
     assert said[-2] == "The group starts again: 1 of 3."
     assert said[-1].startswith(
-        f"The training ends before its end: the rendezvous at {machines.address}: machine 1 could"
+        f"Training stopped early: the rendezvous at {machines.address}: machine 1 could"
     )

@@ -110,9 +110,9 @@ def test_first_generation_with_a_real_service(hall, monkeypatch):
     found.rendezvous._service._process.kill()
     lost = meeting(member)
     wait_until(lambda: found.killed)
-    assert "JAX's coordination service does not start" in found.killed[0][1] or "Broken pipe" in found.killed[0][1]
+    assert "JAX's coordination service did not start" in found.killed[0][1] or "Broken pipe" in found.killed[0][1]
     found.rendezvous._is_over = True
-    assert "phalanx run has ended." in str(lost())
+    assert "phalanx run has exited." in str(lost())
 
 
 def test_first_generation_waits_for_all(hall):
@@ -135,7 +135,7 @@ def test_others_form_the_next_generation(hall):
     generations = found.meet([second, third], {1: [7, 0, 0], 2: [8, 0, 0]})
     assert [(g.number, g.rank, g.size, g.source) for g in generations] == [(2, 0, 2, 1), (2, 1, 2, 1)]
     assert found.rendezvous.steps == 8
-    wait_until(lambda: found.said == ["Generation 2: workers 1, 2 go on."])
+    wait_until(lambda: found.said == ["Generation 2: workers 1, 2 continue."])
 
 
 def test_too_few_wait_for_another(hall):
@@ -199,7 +199,7 @@ def test_survivor_at_the_end_of_an_earlier_training(hall):
     assert meeting(second, [9, 0, 0])() is None
     assert second.is_late
     assert [(g.rank, g.size) for g in found.meet([first], {0: [0, 0, 0]}, call=1)] == [(0, 1)]
-    wait_until(lambda: found.said == ["Generation 2: worker 0 goes on."])
+    wait_until(lambda: found.said == ["Generation 2: worker 0 continues."])
 
 
 def test_accused_process_is_killed(hall):
@@ -229,7 +229,7 @@ def test_silent_process_is_killed(hall):
     assert not found.killed
     found.now_s += 1.0
     wait_until(lambda: found.killed)
-    assert found.killed[0] == (1, "has said nothing for 11 s, while the others wait for it")
+    assert found.killed[0] == (1, "has been silent for 11 s, while the others wait for it")
 
 
 def test_state_of_the_training(hall):
@@ -264,7 +264,7 @@ def test_end_of_the_rendezvous_is_an_error(hall):
     error = meeting(first)
     found.until_ready(0)
     found.rendezvous._forget(found.rendezvous._members[0])
-    assert "phalanx run has ended." in str(error())
+    assert "phalanx run has exited." in str(error())
 
 
 def test_nobody_has_the_variables(hall):

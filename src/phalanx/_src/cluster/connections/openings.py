@@ -53,7 +53,7 @@ def openings(spec: ClusterSpec, *, is_elastic: bool = False) -> list[Opening]:
 def _of_workers(addresses: Sequence[str], *, is_elastic: bool) -> list[Opening]:
     first, is_here = addresses[0], all(map(is_loopback, addresses))
     port = f"{host_and_port(first)[1]} of worker 0"
-    result = [Opening(f"{port}, until all workers have come", "the roll call", _at(first), _PROOF)]
+    result = [Opening(f"{port}, until all workers have joined", "the handshake of the workers", _at(first), _PROOF)]
     if is_elastic:
         result.append(Opening("a free port", "the rendezvous of phalanx run", _at(first), _PROOF))
     # What the connections of the roll call tell is unknown here: only addresses count.
@@ -73,8 +73,8 @@ def _of_servers(chief: str, addresses: Sequence[str]) -> list[Opening]:
     place = "127.0.0.1" if all(map(is_loopback, addresses)) else "all; 127.0.0.1 if all turn out to be on one machine"
     port = f"{host_and_port(chief)[1]} of the chief"
     return [
-        Opening(port, "the door of the chief", _at(chief), _PROOF),
-        Opening("free ports of each task", "Ray", place, f"processes with Ray's token, made of {TOKEN}"),
+        Opening(port, "the listener of the chief", _at(chief), _PROOF),
+        Opening("free ports of each task", "Ray", place, f"processes with Ray's token, derived from {TOKEN}"),
     ]
 
 

@@ -112,10 +112,10 @@ class Departure:
             self._connections.say(VerdictReport(verdict.text, verdict.is_loss, verdict.hint))
         elif not verdict.is_loss:
             # Rank 0 has stalled and may recover. It must not name this process as the cause.
-            self._connections.say(FailureReport(f"has ended, because {verdict.text}"))
+            self._connections.say(FailureReport(f"exited because {verdict.text}"))
         if self.has_failed:
             # This process caused the others to end, so they must not be named.
-            verdict = Verdict("its last error stands above, and it has not ended by itself since", is_loss=True)
+            verdict = Verdict("its last error is above, and it has not exited since", is_loss=True)
         elif verdict.is_loss:
             # Write at once: if rank 0 dies, JAX aborts the others within a tenth of a second.
             write_line(f"{verdict}")
@@ -126,7 +126,7 @@ class Departure:
         with suppress(OSError, ValueError):
             # `os._exit` below flushes nothing.
             sys.stdout.flush()
-        end = f"The cluster cannot go on, and rank {self._members.rank} ends here."
+        end = f"The cluster cannot continue, so rank {self._members.rank} exits."
         write_line(f"{verdict}\n{end}\n{_stacks()}".rstrip("\n"))
         if verdict.is_loss:
             self.hold_service()

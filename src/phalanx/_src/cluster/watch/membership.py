@@ -161,7 +161,7 @@ class Membership(threading.Thread):
             except queue.Empty:
                 continue
             if item is None:
-                raise StartupError("the rendezvous", "phalanx run has ended.", "phalanx run --workers 2:4 train.py")
+                raise StartupError("the rendezvous", "phalanx run has exited.", "phalanx run --workers 2:4 train.py")
             return item
         raise SystemExit(128 + signal.SIGTERM)
 
@@ -237,6 +237,6 @@ def outlives_losses() -> bool:
 def _no_answer(address: str) -> StartupError:
     return StartupError(
         f"the rendezvous at {address}",
-        "it does not let this process in: phalanx run has ended, or another program has the port.",
+        "it rejected this process: phalanx run has exited, or another program uses the port.",
         f"unset {RENDEZVOUS}, or start the script by: phalanx run --workers 2:4 train.py",
     )

@@ -18,7 +18,7 @@ _TOLD_S = 0.5
 _KNOWN_S = 5.0
 _SAME_STEPS = "call fit, evaluate, predict, run and reduce on all workers, with as many batches on each"
 
-_LONG_CALL = "a call in C keeps all its threads from running; if it ends by itself, a longer stall_timeout_s"
+_LONG_CALL = "a call in C keeps all its threads from running; if that call is only slow, a longer stall_timeout_s"
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Member:
         """Records that the connection to the process is closed."""
         self.is_gone = True
         if not self.has_left:
-            self.end = self.end or "has ended without a word: it was killed, or has crashed"
+            self.end = self.end or "exited without an error message (killed or crashed)"
 
 
 @final
@@ -174,11 +174,11 @@ def judge_presence(
             return Verdict(f"{member.name} {member.end}", is_loss=True)
         if not member.has_left and now_s - member.heard_s > quiet_s:
             step = max(member.step, own.step - own.is_inside if own else 0)
-            silence = f"has said nothing for {quiet_s:g} s, since step {step}"
-            text = f"{member.name} {silence}: the process, its machine or the network stands still"
+            silence = f"has been silent for {quiet_s:g} s, since step {step}"
+            text = f"{member.name} {silence}: the process, its machine or the network is stuck"
             return Verdict(text, still=(member.name,))
         if waits and not member.has_left and now_s - member.told_s > stall_s:
-            text = f"{member.name} is alive, but has reported nothing for {stall_s:g} s, since step {member.step}, and others wait"
+            text = f"{member.name} is alive, but has reported nothing for {stall_s:g} s, since step {member.step}, while others wait"
             return Verdict(text, hint=_LONG_CALL, still=(member.name,))
     return None
 
@@ -188,7 +188,7 @@ def judge_failure(members: Sequence[Member]) -> Verdict | None:
     left = [m for m in members if m.has_left]
     if not left or not any(m.has_lost_step for m in members):
         return None
-    text = f"{left[0].name} has ended its program after step {left[0].step}, and the others go on"
+    text = f"{left[0].name} finished its program after step {left[0].step}, while the others continue"
     return Verdict(text, is_loss=True, still=tuple(m.name for m in left))
 
 
@@ -204,31 +204,32 @@ def judge_progress(members: Sequence[Member], now_s: float, stall_s: float) -> V
       >>> first, second = Member("rank 0", 9, 1, turn=8, step=8, is_inside=True), Member("rank 1", 9, 0, turn=7, step=7)
       >>> judge_progress([first, second], 9, stall_s=60)
       >>> judge_progress([first, second], 9, stall_s=5).text
-      'rank 1 stands still after step 7, and rank 0 has waited in step 8 for 8 s'
+      'rank 1 is stuck after step 7; rank 0 has been waiting in step 8 for 8 s'
     """
     moved_s = max(m.moved_s for m in members)
     still_s = now_s - moved_s
     first = max(members, key=lambda m: (m.turn, m.is_inside))
     behind = [m for m in members if m.turn < first.turn]
-    waited = f"{first.name} has waited in step {first.step} for {still_s:.0f} s"
+    waited = f"{first.name} has been waiting in step {first.step} for {still_s:.0f} s"
     if (terminated_members := [m for m in behind if m.is_told]) and first.is_inside and still_s > min(_TOLD_S, stall_s):
         # When it ends, the collective fails on the others, and their handlers and `finally` blocks run.
         return Verdict(f"{terminated_members[0].name} {SIGTERM} after step {terminated_members[0].step}", is_loss=True)
     if (left := [m for m in behind if m.has_left]) and still_s > min(_LEFT_S, stall_s):
-        text = f"{left[0].name} has ended its program after step {left[0].step}, and {waited}"
+        text = f"{left[0].name} finished its program after step {left[0].step}; {waited}"
         return Verdict(text, hint=_SAME_STEPS, still=tuple(m.name for m in left))
     # The progress of a silent process since its last message is unknown, so it must be reported as silent.
     known_s = min([now_s, *(m.told_s for m in members if not m.has_left)])
     if known_s - moved_s <= stall_s:
         return None
     if behind:
-        names, stand = tuple(m.name for m in behind), "stands" if len(behind) == 1 else "stand"
-        text = f"{listed(names)} {stand} still after step {behind[0].step}, and {waited}"
+        names, verb = tuple(m.name for m in behind), "is" if len(behind) == 1 else "are"
+        text = f"{listed(names)} {verb} stuck after step {behind[0].step}; {waited}"
         return Verdict(text, hint=_SAME_STEPS, still=names)
     if inside := [m.name for m in members if m.is_inside]:
-        peers = "the others have ended theirs" if len(inside) < len(members) else "all of them are there"
+        peers = "the others have" if len(inside) < len(members) else "none is missing"
+        verb = "has" if len(inside) == 1 else "have"
         return Verdict(
-            f"{listed(inside)} cannot end step {first.step} for {still_s:.0f} s, while {peers}",
+            f"{listed(inside)} {verb} not finished step {first.step} for {still_s:.0f} s, although {peers}",
             hint=f"{_SAME_STEPS}; or a longer stall_timeout_s",
         )
     return None

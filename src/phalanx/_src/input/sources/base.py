@@ -174,7 +174,7 @@ class Batching:
             raise InputError(
                 f"batch_size={self.batch_size} for a {type(dataset).__name__}",
                 "the dataset already yields batches, which are the global batches.",
-                "leave out batch_size",
+                "omit batch_size",
             )
 
 

@@ -302,7 +302,7 @@ class Rendezvous(threading.Thread):
             silent_s = now_s - max(member.heard_s, self._pending_s)
             if silent_s > _SILENCE_S:
                 self._launchers.kill(
-                    member.number, f"has said nothing for {silent_s:.0f} s, while the others wait for it"
+                    member.number, f"has been silent for {silent_s:.0f} s, while the others wait for it"
                 )
             else:
                 member.peer.say({"ping": True})
@@ -337,7 +337,7 @@ class Rendezvous(threading.Thread):
         self._pending_s = None
         if self.generation > 1:
             numbers = ", ".join(map(str, self._generation.members))
-            who = f"worker {numbers} goes on" if len(members) == 1 else f"workers {numbers} go on"
+            who = f"worker {numbers} continues" if len(members) == 1 else f"workers {numbers} continue"
             self._say_once(f"Generation {self.generation}: {who}.")
 
     def _end_all(self, why: str) -> None:

@@ -48,7 +48,7 @@ class Service:
         self._process.stdin.flush()
         said = self._process.stdout.readline()
         if not said.startswith("started "):
-            raise OSError(f"JAX's coordination service does not start: {said or 'its process has ended'}")
+            raise OSError(f"JAX's coordination service did not start: {said or 'its process exited'}")
         return said.split()[1]
 
     def end(self) -> None:

@@ -350,7 +350,7 @@ class Server:
                 if "ray" not in chief.message:
                     raise StartupError(
                         f"Server({self._task}).join()",
-                        f"the chief, {self._chief}, has ended before all tasks had joined, or is waiting for one of them.",
+                        f"the chief, {self._chief}, exited before all tasks had joined, or is waiting for one of them.",
                         "look at the output of the chief",
                     )
                 token = secret.proof(_RAY_TOKEN, str(chief.message["salt"])) if chief.message.get("salt") else ""

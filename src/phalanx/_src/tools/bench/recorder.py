@@ -118,7 +118,7 @@ def main(steps: str, path: str, kind: str, target: str, *arguments: str) -> int:
     except PhalanxError as e:
         print(f"phalanx: {e}", file=sys.stderr)
         return 2
-    print(f"phalanx bench: the script has ended after {recorder.num_calls} of {steps} steps.", file=sys.stderr)
+    print(f"phalanx bench: the script ended after {recorder.num_calls} of {steps} steps.", file=sys.stderr)
     return TOO_FEW
 
 

@@ -110,11 +110,11 @@ def main(arguments: Sequence[str]) -> int:
         options = CommunicationOptions(timeout_seconds=args.timeout_s)
         strategy = MultiWorkerMirroredStrategy(resolver, options)
     except PhalanxError as e:
-        print(Check("roll call", False, f"{e.asked}: {e.found}", e.hint), flush=True)
+        print(Check("handshake", False, f"{e.asked}: {e.found}", e.hint), flush=True)
         return 1
     workers = strategy.topology.num_workers
     met = "this is an evaluator, which joins nobody." if _is_evaluator(resolver) else f"{workers} processes have met."
-    print_on_chief(Check("roll call", True, met), flush=True)
+    print_on_chief(Check("handshake", True, met), flush=True)
     addresses = addresses_of_workers(resolver.cluster_spec()) if workers > 1 else []
     try:
         checks = [_all_reduce(strategy), *_together(strategy, addresses, args.shared)]

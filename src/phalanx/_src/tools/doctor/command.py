@@ -45,7 +45,7 @@ def doctor(*, shared: str | None, timeout_seconds: float, ports: bool) -> None:
             code = child.run(_CHECKS, arguments)
         elif lone := lone_task(os.environ):
             raise ClusterSourceError(
-                lone.launch, "nothing tells it the addresses of the others, so each would train alone.", lone.hint
+                lone.launch, "it does not know the addresses of the others, so each would train alone.", lone.hint
             )
         else:
             click.echo("Nothing here describes a cluster: trying two processes on this machine.")

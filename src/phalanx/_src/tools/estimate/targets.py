@@ -214,12 +214,12 @@ def _missing(target: Target) -> PhalanxError:
     if importlib.util.find_spec("jax_cuda12_plugin"):
         return DeviceError(
             called,
-            "the CUDA plugin of JAX found no GPU, so JAX did not register its compiler.",
+            "JAX's CUDA plugin found no GPU, so JAX did not register its compiler.",
             "JAX_PLATFORMS=cpu in the environment of this process, or the command phalanx estimate",
         )
     return MissingDependencyError(
         called,
-        "the compiler for it is not installed (the CUDA plugin of JAX).",
+        "the compiler for it is not installed (JAX's CUDA plugin).",
         f"pip install jax-cuda12-plugin=={jax.__version__} jax-cuda12-pjrt=={jax.__version__} --no-deps",
     )
 

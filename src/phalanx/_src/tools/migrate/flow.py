@@ -184,7 +184,7 @@ class ControlFlow(cst.CSTVisitor):
 
     @override
     def visit_Assert(self, node: cst.Assert) -> None:
-        self._look_at_test(node, "assert", node.test, "HINT: leave it out, or assert outside the function")
+        self._look_at_test(node, "assert", node.test, "HINT: remove it, or assert outside the function")
 
     def _look_at_test(self, node: cst.CSTNode, word: str, test: cst.BaseExpression, hint: str) -> None:
         is_compiled = self._functions and not self._depth_in_tensorflow
@@ -202,7 +202,7 @@ class ControlFlow(cst.CSTVisitor):
         methods = {f.name.value for f in node.body.body if isinstance(f, cst.FunctionDef)}
         if methods & {"train_step", "test_step"} and not self._has_strategy:
             hint = 'HINT: create the model in `with phalanx.OneDeviceStrategy("cpu:0").scope():`'
-            self._look(node, "train_step", f"steps of your own need a strategy. {hint}")
+            self._look(node, "train_step", f"your own steps need a strategy. {hint}")
 
 
 def _is_dataset(name: str, names: TensorNames) -> bool:
