@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainings that go on when processes of their group die, leave or join: `phalanx run --workers 2:4`."""
+"""Training runs that continue when processes of their group die, leave or join: `phalanx run --workers 2:4`."""
 
 from phalanx._src.elastic.steps import Steps, steps
 from phalanx._src.options import ElasticOptions

@@ -64,7 +64,7 @@ def virtual_topology(mesh_shape: Sequence[int]) -> device_assignment.TPUTopology
 class VirtualNetwork:
     """Two machines on this one with a cable between them, to try a cluster on a slow network. A context manager.
 
-    Each is a network namespace of Linux with an address of its own. The processes of a machine run in it, and everything else (files,
+    Each is a Linux network namespace with its own address. The processes of a machine run in it, and everything else (files,
     cores, memory) they share. May be used in any context.
 
     Args:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checkpoints: the names of `tf.train` that save and restore a training."""
+"""Checkpoints: the names of `tf.train` that save and restore a training run."""
 
 from phalanx._src.checkpoint.checkpoint import Checkpoint, CheckpointOptions
 from phalanx._src.checkpoint.manager import CheckpointManager, checkpoints_iterator, latest_checkpoint

@@ -1,4 +1,4 @@
-"""The English of pages, docstrings and comments: phrases that were rewritten do not come back."""
+"""The English of pages, docstrings, comments and messages: phrases that were rewritten do not come back."""
 
 import ast
 import io
@@ -10,9 +10,12 @@ ROOT = Path(__file__).parents[2]
 PAGES = [
     "README.md",
     "CONTRIBUTING.md",
+    "DESIGN.md",
     "SECURITY.md",
     *(str(page.relative_to(ROOT)) for page in sorted((ROOT / "docs").rglob("*.md"))),
 ]
+_LIBRARY = "(JAX|Keras|NumPy|Phalanx|Ray|TensorFlow)"
+_OBJECT = "(array|device|error|function|object|option|program)"
 PHRASES = {
     r"how-manieth": "a number, named",
     r"\banew\b": "again, or new",
@@ -22,10 +25,30 @@ PHRASES = {
     r"(?<=[.!?] )Those of\b": "the noun",
     r"\b(one|two|three|\d+) [a-z]+ an? (batch|device|dtype|epoch|execution|group|leaf|process|replica|row|second|server|shard|step|thread|variable|worker)\b": "per",
     r"\b(bytes|rows|steps|tokens) an? (second|step|device|replica)\b": "per",
+    r"\bbeside\b(?!:)": "next to, compared with, or in addition to",
+    r"\b(go|goes|going|went) on\b(?! to\b)": "continues, or resumes",
+    r", also (after|before|for|if|in|inside|on|those|when|where|while|with|within)\b": "even if, or including",
+    r"\b(stands?|stood|standing) still\b": "is stuck, or hangs",
+    r"\b[Aa]n? (\w+ )?\w+ of (its|their|your) own\b": "its own X, or a separate X",
+    r"\w+s of (their|your) own\b": "their own X",
+    rf"\b([Aa]ny?|[Aa]|no) {_OBJECT} of {_LIBRARY}\b(?!')": "a JAX error",
+    rf"\b{_OBJECT}s of {_LIBRARY}\b(?!'| 1)": "JAX errors",
+    r"\b(makes?|made|making) (no|one|the next|\d[\d.,]*) (of the )?steps?\b": "takes, or runs",
+    r"\bare not here\b": "that you don't have",
+    r"\bwithout a word\b": "without an error message, or a warning",
+    r"\b[Aa] training\b(?! (batch|cluster|function|job|loop|program|run|script|set|state|step))": "a training run",
+    r"\b[Tt]rainings\b": "training runs",
+    r"\b(leaves?|leaving|left) (it |them |these |this )?out\b": "skips, or omits",
+    r"\bwhole gradients?\b": "full, or uncompressed",
+    r"\broll call\b": "handshake",
+    r"\bthe watch\b": "the watchdog",
+    r"\bdone by half\b": "half done",
 }
 PAGE_PHRASES = PHRASES | {
     r"\bmeanwhile\b": "while, or in the meantime",
     r"\bof which\b": "whose, or a sentence of its own",
+    r"\b(hears?|heard) (of|that)\b": "learns, or receives",
+    r"\brooms\b": "packages",
     r"(?<![Tt]here )\b(is|are) no (?!longer|more|less|such|need|other)[a-z]+\b(?! left)": "is not a",
 }
 SOURCE_PHRASES = PHRASES | {
@@ -61,7 +84,7 @@ def phrases_in(lines, phrases, where):
 
 
 def test_pages_have_none_of_the_phrases():
-    """Each phrase is one that no native reader uses; what to write instead stands beside it."""
+    """Each phrase is one that no native reader uses; its value in the table says what to write instead."""
     messages = [m for page in PAGES for m in phrases_in(enumerate(prose_of(page), 1), PAGE_PHRASES, page)]
     assert not messages, "\n".join(messages)
 
@@ -84,4 +107,25 @@ def test_sources_have_none_of_the_phrases():
     """Docstrings and comments do not have them either."""
     modules = sorted((ROOT / "src").rglob("*.py"))
     messages = [m for path in modules for m in phrases_in(prose_in(path.read_text("utf-8")), SOURCE_PHRASES, path)]
+    assert not messages, "\n".join(messages)
+
+
+def messages_in(source):
+    """Returns the texts of a module that are neither docstrings nor single words, such as messages, each with its line number."""
+    tree = ast.parse(source)
+    statements = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and node not in statements
+            and " " in node.value
+        ):
+            yield node.lineno, node.value
+
+
+def test_messages_have_none_of_the_phrases():
+    """Errors, warnings, reports and helps of commands do not have them either."""
+    modules = sorted((ROOT / "src").rglob("*.py"))
+    messages = [m for path in modules for m in phrases_in(messages_in(path.read_text("utf-8")), PHRASES, path)]
     assert not messages, "\n".join(messages)

@@ -238,7 +238,7 @@ class RunOptions:
 
     Args:
       experimental_enable_dynamic_batch_size: bool, accepted for code written for TensorFlow and ignored. A batch of
-        another size has a program of its own.
+        another size has its own program.
       experimental_bucketizing_dynamic_shape: must be False, because shapes are static.
       experimental_xla_options: an `XLAOptions` or None.
       eager: whether to run the Python code of the replica function at every call, without compiling it. `print` then shows
@@ -416,14 +416,14 @@ class InputOptions:
 
 @dataclass(frozen=True)
 class ElasticOptions:
-    """What `MultiWorkerMirroredStrategy(elastic=...)` does so that a training survives the loss of a process.
+    """What `MultiWorkerMirroredStrategy(elastic=...)` does so that a training run survives the loss of a process.
 
     They matter in the processes of `phalanx run --workers 2:4` only. May be created in any context.
 
     Args:
       donate: whether a step may consume the old values of the variables, which saves memory. If not, no step is lost: the other
         processes repeat only the step that failed.
-      copy_every: number of steps between two copies of the variables in the memory of the host, from which the others go on. None for as
+      copy_every: number of steps between two copies of the variables in the memory of the host, from which the others continue. None for as
         many steps that the copies take 1% of the time.
       scale_batch: whether each process keeps its number of rows when others leave. The global batches of the dataset are then those of a
         group with all processes, and with n of N each step takes n / N of their rows: steps are as long as before, and an epoch has

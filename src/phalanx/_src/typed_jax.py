@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions and classes of JAX that have no annotations in JAX, with their types.
 
-Every name is the object of JAX itself, so a call costs nothing extra.
+Every name is the JAX object itself, so a call costs nothing extra.
 """
 
 from collections.abc import Callable, Sequence
@@ -99,4 +99,4 @@ make_user_context: Callable[[], Callable[[object], AbstractContextManager[None]]
 """Returns a function from a value to a context in which JAX traces separately."""
 
 set_config: Callable[[str, object], None] = jax.config.update
-"""Sets an option of JAX, from its name and value."""
+"""Sets a JAX option, from its name and value."""

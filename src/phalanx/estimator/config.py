@@ -115,7 +115,7 @@ class RunConfig:
             object.__setattr__(self, "model_dir", arguments.path("model_dir", self.model_dir))
             if not self.model_dir:
                 raise InvalidArgumentError("model_dir=''", "must be the name of a folder.", 'model_dir="model"')
-        # 0 would be "never" for summaries and logs, but a training without
+        # 0 would be "never" for summaries and logs, but a training run without
         # checkpoints cannot be evaluated or continued.
         _check_count("save_checkpoints_steps", self.save_checkpoints_steps, least=1)
         for name in ("save_summary_steps", "log_step_count_steps", "keep_checkpoint_max"):

@@ -45,7 +45,7 @@ class Estimator:
     The model function creates layers, losses and a Keras optimizer, and returns an `EstimatorSpec`. It is traced: its
     Python code runs a few times per mode, and its variables are found by their names.
 
-    A training continues from the latest checkpoint in `model_dir`. Evaluation and prediction read it.
+    A training run continues from the latest checkpoint in `model_dir`. Evaluation and prediction read it.
 
     Args:
       model_fn: function with the parameters `features` and, as needed, `labels`, `mode`, `params` and `config`.

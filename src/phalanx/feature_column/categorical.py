@@ -79,7 +79,7 @@ class IdentityColumn(AbstractKeyedColumn):
     def occurrences(self, features: Mapping[str, Any]) -> Occurrences:
         values, is_present = self.present(features, INTEGER)
         if self.default_value is not None:
-            # With a default, TensorFlow replaces every id that is out of range, also a negative one.
+            # With a default, TensorFlow replaces every id that is out of range, including a negative one.
             is_valid = (values >= 0) & (values < self.num_buckets)
             return Occurrences(np.where(is_valid, values, self.default_value), is_present)
         if (values >= self.num_buckets).any():

@@ -126,7 +126,7 @@ def _longer(data: NDArray[np.uint8]) -> Words:
 
 
 def _with_block(state: _HashState, block: NDArray[np.uint8], factor: Words, weight: int) -> _HashState:
-    """Returns the state after 64 bytes. The last block has factors of its own."""
+    """Returns the state after 64 bytes. The last block has its own factors."""
     x, y, z, v, w = state
     x = _rotated(x + y + v[0] + _word(block, 8), 37) * factor
     y = _rotated(y + v[1] + _word(block, 48), 42) * factor

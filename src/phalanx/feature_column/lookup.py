@@ -25,7 +25,7 @@ def combined_rows(
     Args:
       table: (num_buckets, dimension).
       ids: integers (batch, k). Negative ones are missing.
-      weights: (batch, k). None if each weight is 1. A mean leaves out ids whose weight is not positive.
+      weights: (batch, k). None if each weight is 1. A mean skips ids whose weight is not positive.
       combiner: "mean", "sqrtn" or "sum".
       max_norm: largest norm of a row. Longer rows are scaled.
     """

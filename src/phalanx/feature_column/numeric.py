@@ -117,7 +117,7 @@ class BucketizedColumn(AbstractDenseColumn, AbstractCategoricalColumn):
         return Occurrences(ids.astype(np.int64), np.ones(ids.shape, bool))
 
     def _ids(self, numbers: Any, numpy: Any) -> Any:
-        """Returns the ids, computed by NumPy on the host or by JAX in a program. Each place of a row has ids of its own."""
+        """Returns the ids, computed by NumPy on the host or by JAX in a program. Each place of a row has its own ids."""
         # The right side puts a boundary into the bucket above it, as tf.raw_ops.Bucketize does.
         buckets = numpy.searchsorted(numpy.asarray(self.boundaries, np.float32), numbers, side="right")
         return buckets.astype(np.int32) + numpy.arange(numbers.shape[1], dtype=np.int32) * (len(self.boundaries) + 1)

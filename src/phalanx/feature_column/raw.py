@@ -86,7 +86,7 @@ def numbers_of(features: Mapping[str, PyTree], key: str, dtype: str) -> Feature:
         raise InvalidArgumentError(
             f"the feature {key!r} of dtype {feature.dtype}", "its column needs real numbers.", "dtype=float32"
         )
-    # A cast would drop the fractions without a word.
+    # A cast would drop the fractions without a warning.
     if feature.dtype.kind not in "biu" and np.dtype(dtype).kind in "iu":
         raise InvalidArgumentError(
             f"the feature {key!r} of dtype {feature.dtype}",

@@ -34,7 +34,7 @@ States = Mapping[str, Mapping[str, PyTree]]
 def stops(is_wanted: object, topology: Topology) -> bool:
     """Returns whether a loop stops after this batch: whether any process wants it. All processes must call it after each batch.
 
-    Only messages of the watch are exchanged, and only once a process wants to stop. If all of them want to after the same batch,
+    Only messages of the watchdog are exchanged, and only once a process wants to stop. If all of them want to after the same batch,
     they stop there, otherwise after one that none has passed.
 
     Args:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`BackupAndRestore`: `fit` goes on at the batch at which it was stopped."""
+"""`BackupAndRestore`: `fit` continues at the batch at which it was stopped."""
 
 import os
 import time
@@ -34,7 +34,7 @@ class Data(Protocol):
         """Returns the position within the epoch. With `undone`, that before the present steps."""
 
     def set_state(self, state: State) -> None:
-        """Makes the next epoch go on from a position."""
+        """Makes the next epoch continue from a position."""
 
     def get_order(self) -> State:
         """See `EpochData.get_order`."""
@@ -57,7 +57,7 @@ class FitProgress(AbstractPosition):
       epoch: the present epoch.
       logs: the results of its steps, once all of them are done.
       results: `logs` with those of the validation, once that is done too.
-      called: how many callbacks have heard the results.
+      called: how many callbacks have received the results.
     """
 
     def __init__(self, data: Data, validation: Data | None, topology: Topology, settle: Callable[[], object]) -> None:
@@ -103,7 +103,7 @@ class FitProgress(AbstractPosition):
         return [self.epoch, 1 if self.results is None else 2 + self.called]
 
     def get_position(self, *, undone: bool) -> dict[str, Any]:
-        """Returns all that another process needs to go on in the middle of an epoch, validation or list of callbacks.
+        """Returns all that another process needs to continue in the middle of an epoch, validation or list of callbacks.
 
         Args:
           undone: whether the present steps do not count.
@@ -130,7 +130,7 @@ class FitProgress(AbstractPosition):
 
 @final
 class BackupAndRestore(BatchCounter):
-    """Saves the state of `fit` and, when the program is started again, goes on at the same batch. May be created in any context.
+    """Saves the state of `fit` and, when the program is started again, continues at the same batch. May be created in any context.
 
     The state is that of the model, the optimizer and the metrics, the epoch, the position in the data and what decides its order: the
     global generators of Python, NumPy, Keras and torch, and what a dataset has changed in itself. The program may be started again under another strategy, and with another number of processes. With several
@@ -151,7 +151,7 @@ class BackupAndRestore(BatchCounter):
       InvalidArgumentError: an argument has the wrong type or value.
       MissingDependencyError: the library that writes checkpoints is not installed.
 
-    Source: keras.callbacks.BackupAndRestore, which goes on at the next epoch.
+    Source: keras.callbacks.BackupAndRestore, which continues at the next epoch.
 
     Example:
       >>> import phalanx
@@ -234,7 +234,7 @@ class BackupAndRestore(BatchCounter):
             self._manager.delete_all()
 
     def end(self) -> None:
-        """Ends what it does in a call of `fit`, also after an exception."""
+        """Ends what it does in a call of `fit`, even after an exception."""
         self.progress = None
         if self._handler is not None:
             self._handler.close()

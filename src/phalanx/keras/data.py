@@ -131,7 +131,7 @@ class EpochData:
         self._is_checked = False
 
     def read_beside(self) -> None:
-        """Allows a thread to read data in memory beside the steps. The caller promises that nobody writes to them during an epoch."""
+        """Allows a thread to read data in memory alongside the steps. The caller promises that nobody writes to them during an epoch."""
         self._reads_beside = not self._adapted.draws_while_reading
 
     @property
@@ -230,7 +230,7 @@ class EpochData:
 
     @property
     def is_within_epoch(self) -> bool:
-        """Whether the next epoch goes on in the middle."""
+        """Whether the next epoch continues in the middle."""
         return self._restored is not None and bool(self._restored["done"])
 
     def get_state(self, *, undone: bool = False) -> State:
@@ -279,7 +279,7 @@ class EpochData:
         self._iterator, self._reading, self._is_checked = None, None, False
 
     def set_state(self, state: State) -> None:
-        """Makes the next epoch go on from a position."""
+        """Makes the next epoch continue from a position."""
         self._restored = state
 
     def _begin_epoch(self) -> bool:
@@ -321,7 +321,7 @@ class EpochData:
             self._iterator, self._done = self._new_iterator(), 0
 
     def _require_same_order(self, iterator: DistributedIterator) -> None:
-        """Checks that all workers read the same first batch, because each keeps its part of it. It stays the next one, also after the loss of a worker.
+        """Checks that all workers read the same first batch, because each keeps its part of it. It stays the next one, even after the loss of a worker.
 
         Raises:
           InputError: they have read different ones.

@@ -74,7 +74,7 @@ class Run:
       epochs: the number of epochs.
       validation_freq: after which epochs the validation runs.
       training: continues the training run if processes are lost. None if the group does not change.
-      fresh: the marks that callbacks had when they were fresh, also those of earlier calls of `fit`.
+      fresh: the marks that callbacks had when they were fresh, including those of earlier calls of `fit`.
     """
 
     data: EpochData

@@ -20,7 +20,7 @@ from phalanx.typing import PyTree
 class ModelCheckpoint(BatchCounter):
     """Saves the model and its optimizer in `fit`: regularly, or whenever a metric is better than ever. May be created in any context.
 
-    The files are those of `phalanx.train.CheckpointManager`, with numbers that go on when the program is started again, and so does the best
+    The files are those of `phalanx.train.CheckpointManager`, with numbers that continue when the program is started again, and so does the best
     value. `phalanx.train.Checkpoint(model=model).restore(callback.latest_checkpoint)` restores them under any strategy. With
     several processes, all save together, and the chief decides and writes.
 

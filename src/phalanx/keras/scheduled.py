@@ -186,7 +186,7 @@ class WorkersData:
     is_within_epoch = False
 
     def read_beside(self) -> None:
-        """Nothing changes: the workers read in processes of their own."""
+        """Nothing changes: the workers read in their own processes."""
 
     def require_batch(self, method: str) -> None:
         """Nothing is checked: each epoch has `num_batches` batches."""

@@ -131,7 +131,7 @@ class TensorBoard(ScalarCallback):
                 projector.write(self._log_dir, rows, self._metadata)
 
     def abandon(self) -> None:
-        """Stops what a training that failed has left running."""
+        """Stops what a training run that failed has left running."""
         if self._programs is not None:
             self._programs.stop()
         if self._is_profiling:
@@ -186,7 +186,7 @@ class TensorBoard(ScalarCallback):
             return
         try:
             model = self.model.to_json()
-        except Exception as e:  # Layers have code of their own.
+        except Exception as e:  # Layers have their own code.
             warnings.warn(
                 f"TensorBoard shows no graph of {self.model.name!r}, because to_json() failed: {e}", stacklevel=2
             )
@@ -221,7 +221,7 @@ class TensorBoard(ScalarCallback):
 def writing(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[None]:
     """Returns a context in which the `TensorBoard` callbacks among some may set default writers, for summaries of layers.
 
-    At its end the defaults are what they were, and nothing that a callback has started goes on.
+    At its end the defaults are what they were, and nothing that a callback has started continues.
     """
     boards = [c for c in callbacks if isinstance(c, TensorBoard)]
     with restored():

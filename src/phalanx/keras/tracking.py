@@ -19,7 +19,7 @@ from phalanx.typing import PyTree
 
 
 class ScalarCallback(BatchCounter):
-    """Writes losses, metrics, the learning rate and the speed of a training. Subclasses decide where to.
+    """Writes losses, metrics, the learning rate and the speed of a training run. Subclasses decide where to.
 
     Args:
       update_freq: when to write the values of batches, in addition to those of epochs: "epoch" for never, "batch" for every
@@ -108,7 +108,7 @@ class ScalarCallback(BatchCounter):
         return {f"rank_{t.rank}_{name}": value for t in times for name, value in asdict(t).items() if name != "rank"}
 
     def _write(self, part: str, name: str, values: dict[str, Any], step: int) -> None:
-        """Writes numbers. Values of other shapes, which a training step may return, are left out."""
+        """Writes numbers. Values of other shapes, which a training step may return, are skipped."""
         numbers = {key: value for key, value in values.items() if not np.ndim(value)}
         if numbers:
             writer, prefix = self._target(part)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public names of `tf.summary`: records values of a training run, also inside compiled steps."""
+"""The public names of `tf.summary`: records values of a training run, even inside compiled steps."""
 
 from phalanx.errors.names import suggest_names
 from phalanx.summary import experimental, trackers

@@ -71,7 +71,7 @@ class EventFile:
         from tensorboardX.event_file_writer import EventsWriter
 
         os.makedirs(log_dir, exist_ok=True)
-        # Two files of one process, created in one second, need names of their own.
+        # Two files of one process, created in one second, need their own names.
         name = f"events.{time.time_ns() % 10**9:09d}.{os.getpid()}"
         self._file = EventsWriter(os.path.join(log_dir, name), suffix)
         self.flush()

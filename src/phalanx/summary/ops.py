@@ -73,7 +73,7 @@ def scalar(
     op = ReduceOp.parse(reduce_op)
     if (is_on := _starts("scalar", name, description)) is False:
         return False
-    # A loop in Python may record numbers a hundred thousand times. An array of JAX takes half of the time of a call.
+    # A loop in Python may record numbers a hundred thousand times. A JAX array takes half of the time of a call.
     is_number = isinstance(data, (int, float)) and -_LARGE < data < _LARGE and not compat.is_lifting()
     value: jax.Array = np.asarray(data) if is_number else _array("scalar", data, ranks=(0,))  # type: ignore[assignment]
     return _record("scalar", name, lambda: _reduced(op, value.astype(np.float32)), step, (description,), is_on)

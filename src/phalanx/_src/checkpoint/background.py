@@ -80,7 +80,7 @@ def _wait_while_written(has_ended: Callable[[], bool], folder: Path, parts: str,
 
 
 _PIECES_S = 60.0
-"""Time in seconds in which another process must begin to write its pieces, or go on."""
+"""Time in seconds in which another process must begin to write its pieces, or continue."""
 
 
 def sums_of_pieces(file: Path, ranks: Sequence[int]) -> dict[str, str]:

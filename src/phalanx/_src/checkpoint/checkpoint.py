@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`Checkpoint`: saves and restores the objects of a training."""
+"""`Checkpoint`: saves and restores the objects of a training run."""
 
 import functools
 import json
@@ -52,7 +52,7 @@ def _nothing(*_: object) -> None:
 
 
 class AbstractPosition(ABC):
-    """An object that knows how far a training has come, and that a checkpoint saves and restores."""
+    """An object that knows how far a training run has come, and that a checkpoint saves and restores."""
 
     @property
     @abstractmethod
@@ -66,7 +66,7 @@ class CheckpointOptions:
     """Options of `Checkpoint.save` and `Checkpoint.write`. May be created in any context.
 
     Args:
-      enable_async: whether a background thread writes the file, while training goes on.
+      enable_async: whether a background thread writes the file, while training continues.
 
     Raises:
       InvalidArgumentError: `enable_async` is not a bool.

@@ -163,7 +163,7 @@ class VariablePart(Part):
 
 @final
 class ArrayPart(Part):
-    """An array of NumPy or JAX, or random keys of JAX. A NumPy array is restored in place."""
+    """A NumPy or JAX array, or random keys of JAX. A NumPy array is restored in place."""
 
     def __init__(self, array: Any) -> None:
         self.array = array

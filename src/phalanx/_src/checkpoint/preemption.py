@@ -32,7 +32,7 @@ _POLL_S = 0.1
 
 @final
 class _Cluster:
-    """The processes that act together: those of the watch, or this one alone."""
+    """The processes that act together: those of the watchdog, or this one alone."""
 
     def __init__(self) -> None:
         self._alone = SyncPoint()
@@ -69,11 +69,11 @@ class TerminationConfig:
 
     Args:
       termination_watcher_fn: function without arguments that returns True if this process will be ended. A thread calls it once
-        per second, until it returns True. SIGTERM is heard in any case. None for SIGTERM only, and on a `GCEClusterResolver` for the
+        per second, until it returns True. SIGTERM is handled in any case. None for SIGTERM only, and on a `GCEClusterResolver` for the
         notices of the metadata server of GCE.
       exit_fn: function without arguments that ends the program after the last save. None for `sys.exit(42)`, and on GCE for
         `sys.exit(143)`. `phalanx run --max-restarts 3` starts the program again after both.
-      grace_period: time in seconds between the notice and the end of the machine. All processes save at once, go on training, and
+      grace_period: time in seconds between the notice and the end of the machine. All processes save at once, continue training, and
         save again and exit shortly before that time is over. None or 0 to exit after the first save.
       save_fn: function that saves, with the arguments of `save_checkpoint_if_preempted`. None for `CheckpointManager.save`.
 
@@ -105,7 +105,7 @@ class TerminationConfig:
 class PreemptionCheckpointHandler:
     """Saves a checkpoint after the same step in all processes when one of them will be ended. Created in all processes.
 
-    Creating it restores the latest checkpoint. From then on it hears SIGTERM, which then no longer ends the process, and
+    Creating it restores the latest checkpoint. From then on it handles SIGTERM, which no longer ends the process, and
     `termination_watcher_fn`, in any process. All processes then save between the same two steps and exit, so that whatever has started them
     starts them again. There are three ways to tell it where a step begins: `run`, `save_checkpoint_if_preempted` and
     `watch_preemption_scope`. Until a process is told to end, none of them communicates or waits.
@@ -113,7 +113,7 @@ class PreemptionCheckpointHandler:
     Create it in the main thread, outside replica functions.
 
     Args:
-      cluster_resolver: `strategy.cluster_resolver`, or None. With a `GCEClusterResolver` it also hears the notices of GCE.
+      cluster_resolver: `strategy.cluster_resolver`, or None. With a `GCEClusterResolver` it also watches for the notices of GCE.
       checkpoint_or_checkpoint_manager: a `Checkpoint`, or a `CheckpointManager`, which saves into its own folder.
       checkpoint_dir: folder for a `Checkpoint`, in which it keeps one. All processes can read it. None with a `CheckpointManager`.
       termination_config: what to listen to and to do. None for the defaults.
@@ -181,7 +181,7 @@ class PreemptionCheckpointHandler:
         """Saves if a process will be ended, and calls a function of one step. Call it outside replica functions, in all processes.
 
         If the arguments contain the batch that a saved iterator returned last, the iterator is saved as if it had not
-        returned it, so that no batch is left out.
+        returned it, so that no batch is skipped.
 
         Args:
           distributed_train_function: the function, which calls `strategy.run`.

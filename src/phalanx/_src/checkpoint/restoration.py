@@ -122,7 +122,7 @@ class _Match(NamedTuple):
 
 
 class Restoration:
-    """Restores a checkpoint into objects, also into variables that they get later.
+    """Restores a checkpoint into objects, including variables that they get later.
 
     Creating it makes a plan, and checks all of it: names, shapes, dtypes, and the arrays in the file. `begin` carries it out.
 

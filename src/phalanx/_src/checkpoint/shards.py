@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Arrays of which no process holds the whole. Each process writes a file with the pieces that it owns, and reads those that it needs.
 
-The files are in a folder beside the checkpoint. The checkpoint itself, which the chief writes last, says which piece is in which
+The files are in a folder next to the checkpoint. The checkpoint itself, which the chief writes last, says which piece is in which
 file: the folder without it is none.
 """
 

@@ -22,7 +22,7 @@ Put = Callable[[np.ndarray], str]
 
 
 def is_array(value: object) -> bool:
-    """Returns whether a value is stored as an array: an array of NumPy or JAX, a NumPy scalar, or JAX's random keys."""
+    """Returns whether a value is stored as an array: a NumPy or JAX array, a NumPy scalar, or JAX's random keys."""
     return isinstance(value, (np.ndarray, np.generic, jax.Array))
 
 

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Cluster description, roll call, and failure detection. Uses the standard library only."""
+"""Cluster description, handshake, and failure detection. Uses the standard library only."""

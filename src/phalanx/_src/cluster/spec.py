@@ -167,7 +167,7 @@ def check(spec: ClusterSpec, task: Task | None = None) -> None:
 
 
 def is_unlisted(spec: ClusterSpec, task: Task) -> bool:
-    """Returns whether `task` is an evaluator without an address. The other tasks need none, so the cluster may leave it out.
+    """Returns whether `task` is an evaluator without an address. The other tasks need none, so the cluster may omit it.
 
     Example:
       >>> is_unlisted(ClusterSpec({"worker": ["host0:12345"]}), Task("evaluator", 0))

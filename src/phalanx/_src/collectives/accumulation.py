@@ -94,5 +94,5 @@ def _accumulates_in(op: ReduceOp, of: DTypeLike) -> np.dtype:
 
 
 def _weighted(value: jax.Array, weight: jax.Array) -> jax.Array:
-    """Returns 0 for a weight of 0, also if the value is not finite."""
+    """Returns 0 for a weight of 0, even if the value is not finite."""
     return jnp.where(weight > 0, value if weight.dtype == jnp.bool_ else value * weight.astype(value.dtype), 0)

@@ -17,7 +17,7 @@ from phalanx.errors import InvalidArgumentError
 
 @final
 class CompressedSum:
-    """Sums the gradients of an optimizer. What the replicas have not sent is kept beside the variables, until the next step.
+    """Sums the gradients of an optimizer. What the replicas have not sent is kept next to the variables, until the next step.
 
     Args:
       compression: the algorithm.

@@ -55,7 +55,7 @@ class Aggregation:
         """Returns the path of the gradients of one update.
 
         Args:
-          optimizer: the optimizer. It is built, if the path keeps state beside its slots.
+          optimizer: the optimizer. It is built, if the path keeps state in addition to its slots.
           grads: one gradient per variable, or None.
           variables: the variables. None for those that the optimizer was built with.
         """

@@ -81,8 +81,8 @@ class LocalUpdates(ABC):
 class LocalSGD(LocalUpdates):
     """Replicas that train on their own, and take the mean of their variables once in several steps. May be made in any context.
 
-    Between two synchronizations each replica has variables, optimizer slots and statistics of its own. Outside the replicas they
-    read as their means, also in evaluations and checkpoints; between processes, such a read is a collective call. With `every=1` and
+    Between two synchronizations each replica has its own variables, optimizer slots and statistics. Outside the replicas they
+    read as their means, including in evaluations and checkpoints; between processes, such a read is a collective call. With `every=1` and
     SGD, the training equals the synchronous one. A synchronization sends the weights, the slots of the optimizer, and all other
     variables of floats that a step assigns before it applies gradients.
 
@@ -120,8 +120,8 @@ class DiLoCo(LocalUpdates):
     """Replicas that train on their own, and an outer optimizer that learns from what they have learned. May be made in any context.
 
     Once in several steps, the mean change of the weights since the last synchronization is the outer gradient. The outer optimizer
-    applies it to the outer weights, with which all replicas go on. Outside the replicas, the outer weights are what is read, also
-    in evaluations and checkpoints. The slots of the inner optimizer stay local. A single replica has an outer optimizer too, but its
+    applies it to the outer weights, with which all replicas continue. Outside the replicas, the outer weights are what is read,
+    in evaluations and checkpoints too. The slots of the inner optimizer stay local. A single replica has an outer optimizer too, but its
     weights read as they are.
 
     Args:
@@ -341,7 +341,7 @@ def _cut(values: list[Any], lengths: Sequence[int]) -> list[list[Any]]:
 def _outer_variable(variable: Variable) -> Variable:
     """Returns the outer weights of a variable. They begin with its value.
 
-    A second optimizer of the same variables goes on with the outer weights of the first one, if these are the value.
+    A second optimizer of the same variables continues with the outer weights of the first one, if these are the value.
     """
     outer, value = compat.outer_of(variable), compat.raw_value(variable)
     if outer is not None and (value is None or value is compat.raw_value(outer)):

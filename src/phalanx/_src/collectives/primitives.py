@@ -158,7 +158,7 @@ def all_reduce(
 def _counted_gradient(counts: jax.Array | None, value: jax.Array) -> jax.Array:
     """Returns `value`, whose gradient on this replica is zero unless `counts`.
 
-    The gradient of an exchange adds up what comes back from all replicas. A replica without rows computes with padding, also a loss
+    The gradient of an exchange adds up what comes back from all replicas. A replica without rows computes with padding, including a loss
     of it.
     """
     return value if counts is None else jnp.where(counts, value, lax.stop_gradient(value))

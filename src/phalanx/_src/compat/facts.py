@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What Phalanx knows about variables and layers. It is kept beside them, because objects of Keras get no attributes of ours."""
+"""What Phalanx knows about variables and layers. It is kept next to them, because Keras objects get no attributes of ours."""
 
 import weakref
 from dataclasses import dataclass

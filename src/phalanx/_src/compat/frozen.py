@@ -75,14 +75,14 @@ def _slots_of(optimizer: keras.optimizers.Optimizer, whole: keras.optimizers.Opt
 
 
 def finalize(optimizer: keras.optimizers.Optimizer, variables: Sequence[Variable]) -> None:
-    """Ends a training as Keras does. With `use_ema`, the trainable ones of its variables get their moving averages."""
+    """Ends a training run as Keras does. With `use_ema`, the trainable ones of its variables get their moving averages."""
     _with_averages(optimizer.finalize_variable_values, optimizer, variables)
 
 
 def _with_averages(
     call: Callable[[Sequence[Variable]], None], optimizer: keras.optimizers.Optimizer, variables: Sequence[Variable]
 ) -> None:
-    """Calls a function of Keras that pairs `variables` with the moving averages of an optimizer by their order."""
+    """Calls a Keras function that pairs `variables` with the moving averages of an optimizer by their order."""
     one = inner_of(optimizer)
     if not one.use_ema or not one.built:
         call(variables)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wraps methods and functions of Keras."""
+"""Wraps Keras methods and functions."""
 
 import functools
 import inspect

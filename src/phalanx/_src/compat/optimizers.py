@@ -58,7 +58,7 @@ def unsent(shape: tuple[int, ...]) -> Variable:
 
 
 def is_unsent(variable: Variable) -> bool:
-    """Whether a variable holds what the replicas have not sent. A training goes on without the part of a process that is lost."""
+    """Whether a variable holds what the replicas have not sent. A training run continues without the part of a process that is lost."""
     return facts_of(variable).is_residual
 
 

@@ -149,7 +149,7 @@ def lift_scope() -> AbstractLiftScope | None:
 
 
 def surrounding_scope() -> AbstractLiftScope | None:
-    """Returns the innermost lifting scope of this thread, also from inside the scopes of Keras's stateless methods."""
+    """Returns the innermost lifting scope of this thread, even from inside the scopes of Keras's stateless methods."""
     scope = active_scope()
     while scope is not None and not isinstance(scope, AbstractLiftScope):
         scope = scope.original_scope
@@ -164,7 +164,7 @@ def note_read() -> None:
 
 
 def is_lifting() -> bool:
-    """Whether a step is traced in this thread, also from inside the scopes of Keras's stateless methods."""
+    """Whether a step is traced in this thread, even from inside the scopes of Keras's stateless methods."""
     return surrounding_scope() is not None
 
 

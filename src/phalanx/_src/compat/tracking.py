@@ -26,7 +26,7 @@ Owner: TypeAlias = (
     | keras.optimizers.Optimizer
     | keras.random.SeedGenerator
 )
-"""An object of Keras that has variables of its own, or consists of such objects."""
+"""A Keras object that has its own variables, or consists of such objects."""
 
 OWNERS = (keras.layers.Layer, keras.losses.Loss, keras.metrics.Metric, BaseOptimizer, keras.random.SeedGenerator)
 
@@ -151,7 +151,7 @@ def _hidden(kind: type[keras.layers.Layer]) -> frozenset[str]:
 
 
 def _bare_objects(kind: type[keras.layers.Layer]) -> list[Any]:
-    """Returns objects of Keras without parts. They have names, so that the names that Keras generates for others do not change."""
+    """Returns Keras objects without parts. They have names, so that the names that Keras generates for others do not change."""
     bare = [keras.layers.Layer(name="_"), keras.metrics.Metric(name="_"), BaseOptimizer(learning_rate=0.0, name="_")]
     if kind is keras.layers.Layer:
         return bare

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stored arrays of Keras variables, and hooks that run when variables are created, read and assigned."""
+"""The arrays that Keras variables store, and hooks that run when variables are created, read and assigned."""
 
 import functools
 import math
@@ -258,7 +258,7 @@ def make_on_demand(variables: Sequence[Variable], aggregation: str) -> None:
 
 
 def keep_equal(variables: Sequence[Variable]) -> None:
-    """Makes variables equal on all replicas, as those without a synchronization and an aggregation of their own are."""
+    """Makes variables equal on all replicas, like variables that were created without a synchronization and an aggregation."""
     for variable in variables:
         if variable.synchronization == "on_demand":
             variable._synchronization, variable._aggregation = "auto", "none"
@@ -446,7 +446,7 @@ def _require_numbers(variable: Variable, value: object) -> None:
 
 
 def _explain_refusal(variable: Variable, method: str, value: object, error: Exception) -> None:
-    """Replaces an error of Keras or JAX by one that explains it, for variables of a strategy.
+    """Replaces a Keras or JAX error by one that explains it, for variables of a strategy.
 
     Returns without raising if the variable belongs to no strategy, so that its users see the original error.
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A training whose processes come and go: `phalanx run --workers 2:4`.
+"""A training run whose processes come and go: `phalanx run --workers 2:4`.
 
 In: a step, a dataset and the group that the launcher has formed. Out: each step once, in order, in whatever group. After a loss
-those that are left go on from the last finished step, and a process that joins has their variables before its first one.
+those that are left continue from the last finished step, and a process that joins has their variables before its first one.
 """

@@ -176,7 +176,7 @@ def others(copy: Copy) -> tuple[list[tuple[Variable, np.ndarray]], list[str]]:
     uncopied_values, lost = [], []
     for variable, _ in _variables.items():
         array = compat.raw_value(variable)
-        # A process that joins has made no step, so its copy has no weights that replicas train alone.
+        # A process that joins has run no step, so its copy has no weights that replicas train alone.
         is_sum = _is_on_demand(variable) and variable.aggregation != "mean"
         if is_sum or copy.values.get(variable) is not None or not isinstance(array, jax.Array):
             continue

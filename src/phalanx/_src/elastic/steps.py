@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`phalanx.elastic.steps`: a custom training loop that goes on when processes of its group die, leave or join."""
+"""`phalanx.elastic.steps`: a custom training loop that continues when processes of its group die, leave or join."""
 
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, final
@@ -141,7 +141,7 @@ class Steps(Iterator[T], AbstractPosition):
         """
         if self._has_begun:
             raise ContextError(
-                "set_state(state) of the steps of a training that has begun",
+                "set_state(state) of steps that have begun",
                 "its processes already agree on how far they have come.",
                 "restore the checkpoint before the loop; to go back, call phalanx.elastic.steps again",
             )
@@ -153,11 +153,11 @@ class Steps(Iterator[T], AbstractPosition):
 def steps(
     step: Callable[[Any], T], dataset: DistributedDataset, epochs: int | None = 1, *, max_steps: int | None = None
 ) -> Steps[T]:
-    """Returns an iterator over the results of a training step for all batches, also if processes of the group die, leave or join.
+    """Returns an iterator over the results of a training step for all batches, even if processes of the group die, leave or join.
 
     In the processes of `phalanx run --workers 2:4`, a step that fails because a process was lost does not end the program. The other
-    processes form another group, go back to the newest variables that one of them has, and go on at that batch. A process that starts
-    later makes one step alone, so that all its variables exist, and then takes over those of the others. Elsewhere, this is a plain loop.
+    processes form another group, go back to the newest variables that one of them has, and continue at that batch. A process that starts
+    later runs one step alone, so that all its variables exist, and then takes over those of the others. Elsewhere, this is a plain loop.
 
     Every result is yielded once, in order. Steps that are repeated yield nothing. All processes must make the same calls of `steps` and
     `fit`, in the same order. May be used in cross-replica context or outside all scopes.
@@ -166,17 +166,17 @@ def steps(
       step: a function of a batch, for example a `phalanx.function`, that trains the variables of a strategy.
       dataset: a distributed dataset that can be read again.
       epochs: how often to read it. None for as often as `max_steps` needs.
-      max_steps: number of steps after which it ends, also within an epoch. None for no limit. Do not leave the loop by `break`
+      max_steps: number of steps after which it ends, even within an epoch. None for no limit. Do not leave the loop by `break`
         instead, because the last step is then not agreed on.
 
     Returns:
-      An iterator over what `step` returns. In an elastic group with arrays of NumPy instead of JAX, because those of JAX end with the group.
+      An iterator over what `step` returns. In an elastic group, the results are NumPy arrays, because JAX arrays end with the group.
       A checkpoint that contains the iterator saves its position. If a process is lost during a save between two steps, that save is skipped with
       a warning.
 
     Raises:
       InvalidArgumentError: an argument has the wrong type or value.
-      PeerLostError: a process was lost, and nobody can go on. Raised between the results.
+      PeerLostError: a process was lost, and nobody can continue. Raised between the results.
 
     Example:
       >>> import keras, numpy as np, phalanx

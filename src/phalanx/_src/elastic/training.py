@@ -137,7 +137,7 @@ class Training:
         if not is_main or not bootstrap.ends_by(handler_of(signal.SIGTERM)):
             yield
             return
-        notices = Notices("a training in an elastic group", self._note)
+        notices = Notices("training in an elastic group", self._note)
         try:
             yield
         finally:
@@ -255,7 +255,7 @@ class Training:
         rest, lost = others(offer)
         if lost:
             raise StateLostError(
-                f"a training of {len(rest) + len(lost)} variables whose group has lost a process",
+                f"a training run of {len(rest) + len(lost)} variables whose group has lost a process",
                 f"the values of {listed(sorted(lost)[:3])} were made in the step that failed, and are lost.",
                 "create all variables before the first step: optimizer.build(model.trainable_variables)",
             )

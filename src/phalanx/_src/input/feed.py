@@ -214,7 +214,7 @@ class ReadAhead(AbstractBatches):
         return self._readings.get(batches)
 
     def read_beside(self) -> None:
-        """Allows a thread to read data in memory beside the consumer. The consumer promises that nobody writes to the data during that time."""
+        """Allows a thread to read data in memory alongside the consumer. The consumer promises that nobody writes to the data during that time."""
         if self._may_read_beside and not self._in_thread:
             self.stop()
             self._in_thread = True

@@ -2,7 +2,7 @@
 """Decides whether rows are used where they are or copied, and copies them once, to where the devices take them from.
 
 A CPU device shares the memory of an aligned array for as long as the JAX array lives, and copies other memory after `device_put` has
-returned. A GPU reads memory after that, too. So memory to which its owner may write again is copied before the owner goes on.
+returned. A GPU reads memory after that, too. So memory to which its owner may write again is copied before the owner continues.
 """
 
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ from phalanx.typing import PyTree
 
 @final
 class Landed:
-    """Rows in memory to which nobody else writes. A leaf of a piece, beside NumPy and JAX arrays.
+    """Rows in memory to which nobody else writes. A leaf of a piece, in addition to NumPy and JAX arrays.
 
     Args:
       stack: array (replicas, steps, places, ...), which holds the same leaf of other steps too.

@@ -115,7 +115,7 @@ def _fill(shelf: "_Shelf[T]", read: Callable[[], T | None]) -> None:
 
 def _end(shelf: "_Shelf[T]", thread: threading.Thread) -> None:
     shelf.close()
-    # The garbage collector may run the finalizer in any thread, also in the reading one, which cannot join itself.
+    # The garbage collector may run the finalizer in any thread, including in the reading one, which cannot join itself.
     if thread is not threading.current_thread():
         # A daemon thread that is inside `jax.device_put` at interpreter exit can crash the process.
         thread.join(_EXIT_TIMEOUT_S)

@@ -139,7 +139,7 @@ def plan(
     policy = _resolved(dataset, policy, facts, worker)
     agreed = worker.count > 1 and policy is not AutoShardPolicy.DATA
     shards = [_shard(facts, policy, dataclasses.replace(worker, index=i)) for i in range(worker.count)]
-    # Under OFF and HINT, each worker reads global batches of its own.
+    # Under OFF and HINT, each worker reads its own global batches.
     if agreed and policy is not AutoShardPolicy.FILE:
         source = CutBatches(source_of(_own_shard(dataset, worker)) if policy is AutoShardPolicy.HINT else source)
     in_force = AutoShardPolicy.FILE if policy is AutoShardPolicy.FILE else AutoShardPolicy.DATA
@@ -217,7 +217,7 @@ def _shard(facts: Facts, policy: AutoShardPolicy, worker: InputWorker) -> Worker
 
 @final
 class CutBatches(AbstractSource):
-    """Cuts each batch of a source into one batch per worker, for workers that read whole datasets of their own.
+    """Cuts each batch of a source into one batch per worker, for workers that each read a whole dataset.
 
     All workers together then take the rows of one global batch per step.
 

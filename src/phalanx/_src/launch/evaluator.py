@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Starts the evaluator beside the workers, starts it again if it fails, and waits for it after the training."""
+"""Starts the evaluator alongside the workers, starts it again if it fails, and waits for it after the training."""
 
 import math
 import secrets

@@ -37,7 +37,7 @@ class Ending:
       after_s: time of the end, in seconds from the start of the group.
       is_told: whether the launcher had told it to end.
       is_stopped: whether it was stopped by SIGSTOP when it was asked to end.
-      is_survived: whether the others went on without it.
+      is_survived: whether the others continued without it.
       last: its last lines of output.
     """
 
@@ -56,7 +56,7 @@ class Ending:
 
     @property
     def verdict(self) -> re.Match[str] | None:
-        """The message of its watch that names the process that keeps the cluster from going on."""
+        """The message of its watch that names the process that keeps the cluster from continuing."""
         return next((m for line in reversed(self.last) if (m := _VERDICT.match(line.text))), None)
 
 
@@ -93,13 +93,13 @@ class Outcome:
 
     @property
     def verdict(self) -> re.Match[str] | None:
-        """The watch message of the process that failed first, if it names a process of this group."""
+        """The watchdog message of the process that failed first, if it names a process of this group."""
         verdict = self.first_failure and self.first_failure.verdict
         return verdict if verdict and int(verdict["rank"]) < len(self.endings) else None
 
     @property
     def culprit(self) -> Ending | None:
-        """The process that the watch named, or else the process that failed first."""
+        """The process that the watchdog named, or else the process that failed first."""
         return self.endings[int(self.verdict["rank"])] if self.verdict else self.first_failure
 
     @property

@@ -69,7 +69,7 @@ class Request:
       workers: number of processes.
       least_workers: number of processes without which the group cannot continue. None if no process may be lost.
       devices_per_worker: number of devices per process. With None, the machine and the environment decide.
-      evaluator: whether to start an evaluator beside the workers.
+      evaluator: whether to start an evaluator alongside the workers.
 
     Raises:
       InvalidArgumentError: there is less than one worker, or less than one device per worker.

@@ -68,7 +68,7 @@ class AbstractWorkerProcess(ABC):
 
 @final
 class WorkerProcess(AbstractWorkerProcess):
-    """A process of this machine in a session of its own, so that signals reach its child processes too."""
+    """A process of this machine in its own session, so that signals reach its child processes too."""
 
     def __init__(self, spec: ProcessSpec, mark: str, started_s: float) -> None:
         self.spec, self._started_s = spec, started_s

@@ -16,7 +16,7 @@ def run_as_main(kind: str, target: str, arguments: Sequence[str]) -> None:
       arguments: its arguments.
     """
     sys.argv = [target, *arguments]
-    # What calls this was started without a folder of its own. A module imports from the current folder, a script from its own.
+    # What calls this was started without its own folder. A module imports from the current folder, a script from its own.
     sys.path.insert(0, os.getcwd() if kind == "module" else os.path.dirname(os.path.abspath(target)))
     if kind == "module":
         runpy.run_module(target, run_name="__main__")

@@ -29,7 +29,7 @@ def print_table(
         table.add_column(Text(_cell(column)))
     for row in rows:
         table.add_row(*(Text(_cell(cell)) for cell in row))
-    # Whole names, also where the output is a pipe.
+    # Whole names, even if the output is a pipe.
     Console(width=None if sys.stdout.isatty() else 200, soft_wrap=not has_box).print(table)
 
 

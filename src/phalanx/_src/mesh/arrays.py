@@ -286,7 +286,7 @@ def of_other_library(value: object, name: str) -> np.ndarray | None:
         raise InputError(
             f"{name} that is a tf.RaggedTensor", "all rows of an array must have the same length.", "x.to_tensor()"
         )
-    # `numpy()` of a scalar tensor returns a NumPy scalar. `asarray` makes it an array, also if it is a bool.
+    # `numpy()` of a scalar tensor returns a NumPy scalar. `asarray` makes it an array, even if it is a bool.
     return np.asarray(value.numpy()) if hasattr(value, "numpy") else None
 
 

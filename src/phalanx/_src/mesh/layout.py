@@ -155,7 +155,7 @@ def fully_sharded(
       axis: "replica", or the name of the model axis of a strategy.
       min_size: the smallest number of elements for which a variable is sharded. A variable without a dim that the axis
         divides is not sharded either.
-      gather: with "layer", each operation that uses a variable gathers it, also in the backward pass, so that a device holds few
+      gather: with "layer", each operation that uses a variable gathers it, including in the backward pass, so that a device holds few
         whole variables at a time; with "step", a step gathers all variables once. None selects "layer" from 1 GiB of variables on.
         A batch that is shorter than the others is run with "step".
 

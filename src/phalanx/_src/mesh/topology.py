@@ -225,7 +225,7 @@ class Topology:
         """Returns the context manager to hold while a program on these devices is dispatched.
 
         Args:
-          is_step: whether the program is a training step, whose number the watch reports.
+          is_step: whether the program is a training step, whose number the watchdog reports.
 
         Raises:
           PeerLostError: another process died, before or during the dispatch.

@@ -14,7 +14,7 @@ from phalanx._src.mesh.device_assignment import TPUTopology
 from phalanx._src.runtime import bootstrap
 from phalanx.errors import ClusterSourceError, DeviceError, InvalidArgumentError, shown
 
-# The topology that emulates TPUs on CPU devices, or empty. Process-wide, like the devices of JAX.
+# The topology that emulates TPUs on CPU devices, or empty. Process-wide, like the JAX devices.
 _virtual: list[TPUTopology] = []
 
 

@@ -84,7 +84,7 @@ def _explanation(error: Exception, *, prints: bool) -> TraceError | None:
             "JAX sorts the keys, and cannot compare these.",
             "keys of one type, such as texts",
         )
-    # `device_put` has an error of its own for such a value.
+    # `device_put` has its own error for such a value.
     if isinstance(error, jax.errors.UnexpectedTracerError) or "JaxprTracer'> is not a valid JAX type" in str(error):
         return TraceError(
             f"a value from another trace{at}",

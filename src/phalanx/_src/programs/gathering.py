@@ -2,7 +2,7 @@
 """Gathers variables that are sharded over the replicas where a trace uses them, so that a device holds few of them whole.
 
 If all variables were gathered before the function, XLA would hold all of them until its end. Here each operation that needs a
-whole variable gathers it, also the operations of the backward pass, so that nothing is kept between the two. XLA schedules a
+whole variable gathers it, including the operations of the backward pass, so that nothing is kept between the two. XLA schedules a
 gather as early as it can, which would be at once. Therefore a shard passes a barrier together with the other input of the operation.
 
 Source: Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel".

@@ -118,7 +118,7 @@ def deferred() -> Iterator[None]:
 
 
 def handler_of(number: int) -> Any:
-    """Returns the handler of a signal, also while `Interrupts` defers it."""
+    """Returns the handler of a signal, even while `Interrupts` defers it."""
     handler = signal.getsignal(number)
     owner = getattr(handler, "__self__", None)
     return owner._handlers[number] if isinstance(owner, Interrupts) else handler

@@ -273,7 +273,7 @@ class DividedProgram:
         Args:
           inputs: the inputs.
           rows: the number of rows of this replica.
-          observers: who hears of the parts of a step.
+          observers: the objects to notify of the parts of a step.
           may_be_empty: whether a replica has no rows. What it computes of its padding is not returned.
         """
         # The number of a replica is the only thing that its program does not share with the others.

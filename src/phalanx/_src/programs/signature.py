@@ -77,7 +77,7 @@ def _typed(shape: Sequence[int], dtype: Any) -> str:
 
 
 def _operations(jaxpr: jex.Jaxpr) -> Iterator[str]:
-    """Yields each operation with the types of its results. Constants are left out, because they may differ between processes."""
+    """Yields each operation with the types of its results. Constants are skipped, because they may differ between processes."""
     for eqn in jaxpr.eqns:
         yield f"{eqn.primitive.name} of {', '.join(str(v.aval) for v in eqn.outvars)}"
         for inner in jex.jaxprs_in_params(eqn.params):

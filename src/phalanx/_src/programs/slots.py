@@ -34,7 +34,7 @@ class Slot:
     """The state of one variable between programs.
 
     Attributes:
-      owned: whether a program of Phalanx made the array, and no reader shares its memory, so that the next program may consume it.
+      owned: whether a Phalanx program made the array, and no reader shares its memory, so that the next program may consume it.
       components: the replicas' own values that belong to `array`, (num_replicas, ...), if the variable is on-read.
     """
 
@@ -70,7 +70,7 @@ class Slot:
         self._at[0].has_lent = True
 
     def store(self, array: jax.Array | None, home: Topology | None) -> None:
-        """Records that `array`, which no program of Phalanx made, is what the variable holds."""
+        """Records that `array`, which no Phalanx program made, is what the variable holds."""
         if array is not None:
             kind: Any = type(array)
             _note_parts_of(kind)

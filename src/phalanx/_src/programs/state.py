@@ -36,7 +36,7 @@ _NOTHING: Group = ([], [])
 class State:
     """The variables of one program.
 
-    An array is donated to the program only if a program of Phalanx made it and nobody else holds it. Otherwise a copy is donated.
+    An array is donated to the program only if a Phalanx program made it and nobody else holds it. Otherwise a copy is donated.
 
     Args:
       variables: all variables that the program uses.
@@ -253,7 +253,7 @@ class _Variables:
         for i, (slot, array) in enumerate(zip(self._slots, arrays, strict=True)):
             if slot.array is not array or slot.home is not self._storage:
                 if slot.home is not self._storage and array is None and slot.components is not None:
-                    # Replicas of another strategy have values of their own.
+                    # Replicas of another strategy have their own values.
                     pairs = zip(self.variables, self._slots, strict=True)
                     combine_on_demand([v for v, slot in pairs if slot.home is not self._storage])
                     return self._placed()

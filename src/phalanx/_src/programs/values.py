@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads and sets variables between programs, also those whose replicas have values of their own."""
+"""Reads and sets variables between programs, including those whose replicas have their own values."""
 
 import functools
 from collections.abc import Sequence
@@ -21,7 +21,7 @@ from phalanx._src.typed_jax import with_sharding_constraint
 
 
 def to_host(array: Any) -> np.ndarray:
-    """Returns a copy of an array of NumPy or JAX on the host. If no process has the whole array, all must call it."""
+    """Returns a copy of a NumPy or JAX array on the host. If no process has the whole array, all must call it."""
     if not isinstance(array, jax.Array):
         return np.array(array, order="C")
     was_parted = parted.get(array)
@@ -160,7 +160,7 @@ compat.on_first_read(_combine_for_read)
 
 
 def _follow(variable: Variable) -> None:
-    """Makes replicas go on from a value that the user has assigned, and not from the outer weights before."""
+    """Makes replicas continue from a value that the user has assigned, and not from the outer weights before."""
     outer = compat.outer_of(variable)
     if outer is not None and not compat.is_new(variable):
         outer.assign(raw_value(variable))

@@ -46,7 +46,7 @@ def start(resolver: ClusterResolver, timeout_s: float | None = None, stall_timeo
     Args:
       resolver: describes the cluster, and the task of this process.
       timeout_s: time in seconds to wait for the other processes.
-      stall_timeout_s: time in seconds without progress after which the watch reports a stall, while a process waits.
+      stall_timeout_s: time in seconds without progress after which the watchdog reports a stall, while a process waits.
 
     Raises:
       ClusterError: the cluster has no task for this process.
@@ -115,7 +115,7 @@ def enter(generation: membership.Generation, stall_timeout_s: float | None = Non
         # A generation of one has no connections, and needs none.
         if lines:
             coordination.listen_at(roll.host)
-        # JAX waits minutes for a process that has left the generation on the way here. The watch notices it, and ends the wait.
+        # JAX waits minutes for a process that has left the generation on the way here. The watchdog notices it, and ends the wait.
         with watchdog.operations.waiting():
             ports = coordination.connect(generation.service, rank, len(addresses), _MEETING_S)
             _exchange_first(watchdog, roll.host, ports)
@@ -134,7 +134,7 @@ def _outlive(still: Sequence[int], why: str) -> None:
 
 
 def leave() -> None:
-    """Leaves the group, whose other processes may have died. All devices, programs and arrays of JAX are gone then."""
+    """Leaves the group, whose other processes may have died. All devices, programs and JAX arrays are gone then."""
     watch.end()
     coordination.disconnect()
     coordination.drop_devices()
@@ -159,7 +159,7 @@ def without_lines_of_gloo() -> AbstractContextManager[None]:
 def print_on_chief(*args: PyTree, **kwargs: PyTree) -> None:
     """Prints like `print`, but only in the chief of the cluster, which is worker 0 if no task has the type "chief".
 
-    May be called in any context, also before the strategy is created. A process without a cluster prints.
+    May be called in any context, even before the strategy is created. A process without a cluster prints.
 
     Args:
       args: the values to print.
@@ -265,7 +265,7 @@ def _initialize(roll: Roll, rank: int, timeout_s: float) -> None:
             rank,
             cluster_detection_method="deactivate",
             initialization_timeout=max(1, int(timeout_s)),
-            # A process that has finished waits for the others at shutdown. The watch detects processes that never come.
+            # A process that has finished waits for the others at shutdown. The watchdog detects processes that never come.
             shutdown_timeout_seconds=_A_DAY_S,
             coordinator_bind_address=roll.bind,
         )
@@ -282,7 +282,7 @@ def _exchange_first(watchdog: watch.Watch, host: str, ports: set[int]) -> None:
     """Connects all processes for the exchange of arrays, and makes sure that no stranger has come before one of them.
 
     Args:
-      watchdog: the watch of this process.
+      watchdog: the watchdog of this process.
       host: the address at which gloo listens.
       ports: its ports there. None if arrays are exchanged in other ways.
 
@@ -310,7 +310,7 @@ def _exchange_first(watchdog: watch.Watch, host: str, ports: set[int]) -> None:
 
 
 def _set_up_jax() -> None:
-    """Sets the options of JAX that several processes need."""
+    """Sets the JAX options that several processes need."""
     # With asynchronous dispatch, two independent programs run at the same time and gloo confuses their messages.
     set_config("jax_cpu_enable_async_dispatch", False)
     # This service replaces the SIGTERM handler: no Python handler would run, and the process would not end.

@@ -28,7 +28,7 @@ from phalanx._src.typed_jax import partition_spec
 
 _jax: Any = lib._jax  # type: ignore[attr-defined]
 _HEARTBEAT_S = 100
-"""Time in seconds after which the service gives up a silent client. The watch notices it earlier."""
+"""Time in seconds after which the service gives up a silent client. The watchdog notices it earlier."""
 _REGISTER_S = 3
 """Time in seconds in which all processes of a group must come. They have met just before."""
 _SHUTDOWN_S = 5
@@ -42,7 +42,7 @@ _APART = "--xla_disable_hlo_passes=cpu-all-reduce-combiner"
 def keep_all_reduces_apart() -> None:
     """Makes XLA run each all-reduce on CPUs for itself. It must not have compiled anything yet.
 
-    By default, XLA joins all-reduces that are independent into one operation. If gloo fails with one array, this operation goes on with the next
+    By default, XLA joins all-reduces that are independent into one operation. If gloo fails with one array, this operation continues with the next
     (jaxlib 0.10.2). A process next to a lost one then receives into the next array what another process still sends of the array that has failed, and
     gloo aborts this process, because the sizes differ. Joined or not, gloo reduces one array after the other.
     """
@@ -200,7 +200,7 @@ def disconnect() -> None:
 
 
 def drop_devices() -> None:
-    """Drops all devices, programs and arrays of JAX, so that the next call of JAX finds the devices of another group."""
+    """Drops all devices, programs and JAX arrays, so that the next call of JAX finds the devices of another group."""
     clears: list[Any] = [jax.clear_caches, jax.extend.backend.clear_backends]
     for clear in clears:
         clear()

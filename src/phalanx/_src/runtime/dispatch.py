@@ -72,7 +72,7 @@ class Turn:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
         self._watch.operations.end(is_step=self._is_step, has_failed=error is not None)
         dispatch_lock.release()
-        # If a process dies, a program fails first in the other processes. The report of the watch has more details, so it
+        # If a process dies, a program fails first in the other processes. The report of the watchdog has more details, so it
         # replaces the error of the program.
         if error is not None and _is_of_program(error) and (lost := self._watch.loss(_NEWS_S)):
             raise _peer_lost(lost) from None

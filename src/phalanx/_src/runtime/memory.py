@@ -14,7 +14,7 @@ import sys
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """`M_TRIM_THRESHOLD` and `M_MMAP_THRESHOLD` of `malloc.h`."""
 _LARGEST_BLOCK = 2**30
-"""Size in bytes from which a block is still returned to the system: a training that needs few of them would keep too much."""
+"""Size in bytes from which a block is still returned to the system: a training run that needs few of them would keep too much."""
 _OWN_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES", "LD_PRELOAD")
 
 

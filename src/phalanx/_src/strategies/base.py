@@ -132,7 +132,7 @@ class Strategy(AbstractInputs, AbstractResults):
         """
         check_variable("variable", variable, "strategy.held(variable)")
         value, parts = compat.raw_value(variable), components_of(variable)
-        # Each replica has a value of its own, whose first dim in the array of all is the replica.
+        # Each replica has its own value, whose first dim in the array of all is the replica.
         array, first = (value, 0) if parts is None else (parts, 1)
         shards = array.addressable_shards if isinstance(array, jax.Array) else []
         return [

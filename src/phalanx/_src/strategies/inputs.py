@@ -86,8 +86,7 @@ class AbstractInputs(AbstractStrategy):
 
         Call it in cross-replica context or outside all scopes.
 
-        No row is dropped or repeated. The shares of the replicas differ by at most one row. A batch of another size has a program of its
-        own.
+        No row is dropped or repeated. The shares of the replicas differ by at most one row. A batch of another size has its own program.
 
         Args:
           dataset: a dataset of global batches, which are pytrees of arrays `(global_batch, ...)`: a Grain `MapDataset`,

@@ -46,7 +46,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         processes, which then read the same rows.
       layout: which variables are sharded over which mesh axes, as in `MirroredStrategy`. With the axis "replica", the shards belong to
         all processes, and no process holds a whole variable.
-      elastic: what to do so that a training survives the loss of a process. None means `ElasticOptions()`, and "scale_batch"
+      elastic: what to do so that a training run survives the loss of a process. None means `ElasticOptions()`, and "scale_batch"
         `ElasticOptions(scale_batch=True)`.
       local_updates: `LocalSGD` or `DiLoCo` of `phalanx.experimental`: replicas train on their own for some steps. None aggregates
         gradients at every step.
@@ -151,7 +151,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         return self._stall_timeout_s
 
     def move(self, source: int) -> None:
-        """Trains on the present devices of JAX from now on, which are those of another group of processes.
+        """Trains on the present JAX devices from now on, which are those of another group of processes.
 
         Args:
           source: rank of the process whose values the variables have.
@@ -159,7 +159,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         self._topology = self._present_topology(source, is_measured=self._topology.shares.is_measured)
 
     def _present_topology(self, source: int = 0, *, is_measured: bool = False) -> Topology:
-        """Returns the topology of the present devices of JAX, whose replicas have equal shares of a batch at first."""
+        """Returns the topology of the present JAX devices, whose replicas have equal shares of a batch at first."""
         shares = Shares(is_measured=is_measured)
         topology = Topology(tuple(jax.devices()), self._axes, self._layout, source, shares=shares)
         if self._elastic.scale_batch and membership.is_elastic():

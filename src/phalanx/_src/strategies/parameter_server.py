@@ -142,7 +142,7 @@ class ParameterServerStrategy(Strategy):
             weakref.finalize(self, _closed, self.cluster, self.homes)
 
     def close(self) -> None:
-        """Stops all workers and parameter servers. The values of variables are lost, also for the next start of the script.
+        """Stops all workers and parameter servers. The values of variables are lost, even for the next start of the script.
 
         May be called in any context.
         """

@@ -107,7 +107,7 @@ def run(
       0      all workers have finished
       2      nothing was started: the command or the cluster is wrong
       42     the workers have saved before a preemption: start them again
-      75     no progress: a worker stood still, or ended while others waited
+      75     no progress: a worker was stuck, or ended while others waited
       76     too few workers are left, or the first machine is gone
       128+N  the worker that failed first was killed by signal N, or
              `phalanx run` was: 130 Ctrl-C, 137 out of memory, 143 SIGTERM

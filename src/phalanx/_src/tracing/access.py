@@ -194,7 +194,7 @@ class VariableScope(compat.AbstractLiftScope):
         return entry.value
 
     def _follow(self, entry: Entry) -> None:
-        """Makes replicas go on from a value that was assigned outside them, and not from the outer weights before."""
+        """Makes replicas continue from a value that was assigned outside them, and not from the outer weights before."""
         outer = compat.outer_of(entry.variable)
         is_outside = not self.mapped or context.in_cross_replica_context()
         if outer is not None and is_outside and not self._free_writes and num_replicas() == 1:

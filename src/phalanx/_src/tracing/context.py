@@ -264,7 +264,7 @@ class ReplicaContext:
         rows = self.rows
         if rows is None:
             return ReplicaLocal(leaf)
-        # `reduce(axis=0)` leaves out padding only if it knows the mask. Only an array with one entry per row can have it.
+        # `reduce(axis=0)` skips padding only if it knows the mask. Only an array with one entry per row can have it.
         is_padded = rows.is_padded and leaf.ndim > 0 and leaf.shape[0] == rows.places
         return ReplicaLocal(leaf, rows.mask if is_padded else None, jnp.asarray(rows.number > 0))
 

@@ -79,7 +79,7 @@ class Policy:
 
     @property
     def is_local(self) -> bool:
-        """Whether each replica has a value of its own when a program starts."""
+        """Whether each replica has its own value when a program starts."""
         return self.on_read or self.combine is Combine.ROWS
 
 

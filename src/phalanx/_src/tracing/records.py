@@ -94,7 +94,7 @@ def recording_key() -> Hashable:
     condition = defaults.condition
     defaults.is_on = is_on = condition is True or bool(condition() if callable(condition) else condition)
     if defaults.writer is None:
-        # A function may still record with a writer of its own.
+        # A function may still record with its own writer.
         return None if is_on else False
     step = defaults.step
     return is_on, id(step) if isinstance(step, keras.Variable) else step is None

@@ -66,7 +66,7 @@ class LiftScope(VariableScope):
     @override
     def fold_seed(self, seed: jax.Array, state: Variable) -> jax.Array:
         add_once(state, self.pass_.notes.seeds)
-        # All replicas hold the same state, so each folds in its number to draw numbers of its own.
+        # All replicas hold the same state, so each folds in its number to draw its own numbers.
         return seed if num_replicas() == 1 else jax.random.fold_in(seed, lax.axis_index(REPLICA_AXIS))
 
     @override
@@ -334,7 +334,7 @@ def _require_local(local: LocalUpdates, optimizer: keras.optimizers.Optimizer, t
 
     Raises:
       InvalidArgumentError: the optimizer scales its loss.
-      VariableError: the replicas have no values of their own of a trained variable.
+      VariableError: the replicas do not have their own values of a trained variable.
     """
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         raise InvalidArgumentError(

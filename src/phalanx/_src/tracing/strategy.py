@@ -113,7 +113,7 @@ class AbstractStrategy(ABC):
 
         Args:
           grads: one array per variable, or None.
-          dims: per gradient, the dim to shard. None returns the whole gradient.
+          dims: per gradient, the dim to shard. None returns the full gradient.
         """
 
     @abstractmethod

@@ -54,7 +54,7 @@ class SavedModel:
                 raise ValueError(f"its program has {operation}, which computes nothing from arrays")
             self._call = jax.jit(program.call)
             self._columns = [keras.saving.deserialize_keras_object(column) for column in self.signature["columns"]]
-        except Exception as e:  # Each of the three formats has errors of its own.
+        except Exception as e:  # Each of the three formats has its own errors.
             raise CheckpointError(
                 f"load_saved_model({folder!r})",
                 f"it is not an exported model, or is incomplete: {e}.",

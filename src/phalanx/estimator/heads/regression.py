@@ -77,7 +77,7 @@ class RegressionHead(Head):
     @override
     def predictions(self, logits: jax.Array) -> dict[str, Any]:
         """Returns the predictions. See `Head.predictions`."""
-        # Without a link the logits are the predictions. tf.estimator then leaves out the key `logits`.
+        # Without a link the logits are the predictions. tf.estimator then omits the key `logits`.
         if self._link is None:
             return {"predictions": logits}
         return {"predictions": self._link(logits), "logits": logits}

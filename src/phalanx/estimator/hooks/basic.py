@@ -138,7 +138,7 @@ class StepCounterHook(SessionRunHook):
         step = run_context.session.step
         if not self._timer.should_trigger_for_step(step):
             return
-        # A rate needs two moments, so the first step writes none. That also leaves out the time of compilation.
+        # A rate needs two moments, so the first step writes none. That also skips the time of compilation.
         elapsed_s, steps = self._timer.update_last_triggered_step(step)  # Two Nones at the first step.
         if elapsed_s and steps:
             rate = steps / elapsed_s

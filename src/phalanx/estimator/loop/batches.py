@@ -18,7 +18,7 @@ from phalanx.feature_column.base import AbstractColumn
 from phalanx.typing import PyTree
 
 InputFn = Callable[..., Any]
-# *args and **kwargs accept anything, so that they need no value of their own.
+# *args and **kwargs accept anything, so that they need no value.
 _REST = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`minimize`: gradients and updates in a model function that opens no tape of its own."""
+"""`minimize`: gradients and updates in a model function that opens no tape."""
 
 from collections.abc import Callable, Sequence
 from types import NoneType
@@ -55,7 +55,7 @@ def gradients_of(
     target = optimizer.scale_loss(loss * jnp.asarray(context.require_replica().weight, loss.dtype))
     gradients = graph.tape.gradient(target, variables)
     # compute_gradients of TensorFlow 1 returns None for unused variables, and
-    # apply_gradients skips them. Here they are left out at once.
+    # apply_gradients skips them. Here they are skipped at once.
     pairs = [(g, v) for g, v in zip(gradients, variables, strict=True) if g is not None]
     if not pairs:
         raise InvalidArgumentError(

@@ -43,7 +43,7 @@ class Recorder:
           done: number of steps before this one.
         """
         self._first = done if self._first is None else self._first
-        # Hooks and user code have default writers and steps of their own, which this step must not replace for longer.
+        # Hooks and user code have their own default writers and steps, which this step must not replace for longer.
         with restored():
             # The step after this one's update, under which TensorFlow's SummarySaverHook writes, too.
             defaults.writer, defaults.step = self._writer, done + 1

@@ -36,7 +36,7 @@ def model_to_estimator(
       custom_objects: custom classes in the file, by name.
       model_dir: see `Estimator`.
       config: see `Estimator`.
-      checkpoint_format: has no effect; for programs of TensorFlow.
+      checkpoint_format: has no effect; for TensorFlow programs.
       metric_names_map: dict from names of metrics to the names that `evaluate` returns.
       export_outputs: must be None.
 

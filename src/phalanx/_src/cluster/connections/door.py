@@ -67,7 +67,7 @@ class Door:
             return is_loopback(self._address) or hosts_of([member.connection for member in self._here])[1]
 
     def tell(self, message: Message) -> None:
-        """Sends a message to all members, also to those that will come."""
+        """Sends a message to all members, including those that will come."""
         with self._lock:
             self._message = message
             for member in self._here:

@@ -57,7 +57,7 @@ def reason_of(error: OSError) -> str:
     """Returns why a system call has failed."""
     if error.errno is None or isinstance(
         error, socket.gaierror
-    ):  # The numbers of the resolver have texts of their own.
+    ):  # The numbers of the resolver have their own texts.
         return str(error.strerror)
     return os.strerror(error.errno)  # Python's own text may end with the address.
 

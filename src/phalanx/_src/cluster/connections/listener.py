@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Authenticated connections: both ends prove that they know the secret of the cluster before anything else is sent.
 
-The server sends a nonce. The client answers with a nonce of its own, its hello, and a proof that it knows the secret. The server then
+The server sends a nonce. The client answers with its own nonce, its hello, and a proof that it knows the secret. The server then
 proves the same. Both proofs contain both nonces, so that neither can be replayed. All messages are lines of JSON. Uses the standard
 library only.
 """

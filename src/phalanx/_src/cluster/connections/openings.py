@@ -56,7 +56,7 @@ def _of_workers(addresses: Sequence[str], *, is_elastic: bool) -> list[Opening]:
     result = [Opening(f"{port}, until all workers have joined", "the handshake of the workers", _at(first), _PROOF)]
     if is_elastic:
         result.append(Opening("a free port", "the rendezvous of phalanx run", _at(first), _PROOF))
-    # What the connections of the roll call tell is unknown here: only addresses count.
+    # What the connections of the handshake tell is unknown here: only addresses count.
     if is_here:
         private = "a socket in a folder that only this user enters"
         result.append(Opening("none", "JAX's coordination service", private, "processes of this user"))

@@ -89,7 +89,7 @@ def listen_at(host: str, port: int, backlog: int | None = None) -> Socket:
 
 
 def _share(unbound: Socket) -> None:
-    """Makes it possible that several sockets of this user are bound to one port, also soon after it was in use."""
+    """Makes it possible that several sockets of this user are bound to one port, even soon after it was in use."""
     for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):
         unbound.setsockopt(socket.SOL_SOCKET, option, 1)
 
@@ -120,7 +120,7 @@ def sockets_of_process() -> Iterator[Socket]:
 def listening_ports() -> set[int]:
     """Returns the ports at which this process listens."""
     ports = set()
-    # The kernel tells by the socket, also for those that a library has opened.
+    # The kernel knows it from the socket, even if a library has opened it.
     for each in sockets_of_process():
         with each, suppress(OSError):
             if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):

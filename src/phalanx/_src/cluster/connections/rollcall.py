@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The roll call: the processes of a cluster meet before JAX connects them, and report which ones are missing.
+"""The handshake: the processes of a cluster meet before JAX connects them, and report which ones are missing.
 
 JAX's own start ends the process if another one is missing. Uses the standard library only.
 
@@ -95,7 +95,7 @@ def call_roll(
 
 
 class _RollCall:
-    """The facts about a roll call that all ranks have. The arguments are those of `call_roll`."""
+    """The facts about a handshake that all ranks have. The arguments are those of `call_roll`."""
 
     def __init__(
         self, addresses: Sequence[str], about: str, secret: Secret, timeout_s: float, versions: Mapping[str, str]

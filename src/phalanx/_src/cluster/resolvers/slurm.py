@@ -96,7 +96,7 @@ def _bad_list(text: str, found: str) -> ClusterSourceError:
 
 
 def port_of_step(environ: Mapping[str, str]) -> int:
-    """Returns a port for the first task of each node, so that jobs and job steps on one node have ports of their own.
+    """Returns a port for the first task of each node, so that jobs and job steps on one node have their own ports.
 
     Example:
       >>> port_of_step({"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0"}), port_of_step({"SLURM_JOB_ID": "8", "SLURM_STEP_ID": "0"})
@@ -111,7 +111,7 @@ def port_of_step(environ: Mapping[str, str]) -> int:
 def step_of(environ: Mapping[str, str]) -> tuple[str, str]:
     """Returns the ids of the job and of its step, which all tasks have in common.
 
-    The parts of a heterogeneous job have ids of their own, and one that they share.
+    The parts of a heterogeneous job have their own ids, and one that they share.
     """
     if job := environ.get("SLURM_HET_JOB_ID"):
         return job, ""

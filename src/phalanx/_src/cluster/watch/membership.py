@@ -38,7 +38,7 @@ class Generation:
     """A group between two changes, as one of its processes sees it.
 
     Args:
-      number: counts the generations of a training, from 1.
+      number: counts the generations of a training run, from 1.
       service: address of JAX's coordination service for this generation.
       addresses: addresses of the processes, by rank.
       rank: rank of this process.
@@ -145,7 +145,7 @@ class Membership(threading.Thread):
         return current_call
 
     def accuse(self, ranks: Sequence[int], why: str) -> None:
-        """Asks the rendezvous to end processes of this generation that keep the others from going on."""
+        """Asks the rendezvous to end processes of this generation that keep the others from continuing."""
         if self.generation is not None:
             self._say({"accuses": list(ranks), "generation": self.generation.number, "why": why})
 
@@ -229,7 +229,7 @@ def may_train() -> bool:
 
 
 def outlives_losses() -> bool:
-    """Whether the next step goes on without a process that is lost now, so that what fails before it may be left out."""
+    """Whether the next step continues without a process that is lost now, so that what fails before it may be skipped."""
     member = own()
     return member is not None and member.is_between_steps
 

@@ -2,7 +2,7 @@
 """Tells the connections at the ports of this process that belong to the group from those of strangers.
 
 gloo, by which processes exchange arrays on CPUs, lets in whoever connects. So each process looks at the connections that have arrived at
-its gloo ports, asks all others over the watch whose they are, and ends those that nobody claims. A message says where they come from.
+its gloo ports, asks all others over the watchdog whose they are, and ends those that nobody claims. A message says where they come from.
 Uses the standard library only.
 """
 

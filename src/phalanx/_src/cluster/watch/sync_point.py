@@ -2,7 +2,7 @@
 """Finds a step after which all processes of a cluster can act together, although each learns at another moment that it must.
 
 A process cannot simply name a coming step, because others may have passed it. So rank 0 asks all processes to pass no further
-point, collects how many each has passed, and answers with the first point that nobody has passed. The threads of the watch do
+point, collects how many each has passed, and answers with the first point that nobody has passed. The threads of the watchdog do
 this while the steps run. No step waits for a message unless a process is asked to act. Uses the standard library only.
 """
 

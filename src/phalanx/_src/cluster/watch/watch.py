@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The watch: tells every process of a cluster which process has died or stalled.
+"""The watchdog: reports to every process of a cluster which process has died or stalled.
 
-JAX does not notice a process that is alive but makes no progress, and does not report the step. The connections of the roll
-call stay open, and a thread in each process reports its progress over them. Rank 0 judges the reports and informs the others, which judge
+JAX does not notice a process that is alive but makes no progress, and does not report the step. The connections of the
+handshake stay open, and a thread in each process reports its progress over them. Rank 0 judges the reports and informs the others, which judge
 for themselves once it has left.
 Uses the standard library only.
 """
@@ -61,7 +61,7 @@ class Watch(threading.Thread):
       rank: rank of this process.
       lines: open connections by rank: on rank 0 to all other ranks, on any other rank to rank 0.
       stall_s: time that no process may make progress while one of them waits, in seconds.
-      outlive: called when the group has lost processes, so that this one leaves it. Takes the ranks of processes that stand still
+      outlive: called when the group has lost processes, so that this one leaves it. Takes the ranks of processes that hang
         and must be ended, and the reason. None if the group cannot lose a process.
       service: address of JAX's service, if rank 0 has it. By default the address of rank 0.
       time: by which all limits are measured.
@@ -166,7 +166,7 @@ class Watch(threading.Thread):
             self.operations.has_lost_step = True
             self._reporter.report()
         if wait_s and departure.is_told.wait(wait_s) and departure.verdict and not departure.verdict.is_loss:
-            # The watch is about to end this process with an explanation. An error in the main thread must not come first.
+            # The watchdog is about to end this process with an explanation. An error in the main thread must not come first.
             self.join(GRACE_S)
         if departure.verdict is None or not departure.verdict.is_loss:
             return None
@@ -208,7 +208,7 @@ class Watch(threading.Thread):
         self._departure.hold_service()
 
     def close(self) -> None:
-        """Ends the watch, because this process leaves the group and continues in another one."""
+        """Ends the watchdog, because this process leaves the group and continues in another one."""
         self.leave()
         self._departure.is_closed = True
         if self.pulse is not None:
@@ -303,10 +303,10 @@ def start(
     *,
     service: str | None = None,
 ) -> Watch:
-    """Starts the watch of this process. See `Watch`."""
+    """Starts the watchdog of this process. See `Watch`."""
     watch = Watch(addresses, rank, lines, stall_s, outlive, service=service)
     if lines:
-        # Without it, a call that holds the interpreter for long would look like a process that stands still.
+        # Without it, a call that holds the interpreter for long would look like a process that hangs.
         with suppress(OSError):
             watch.pulse = Pulse([line.fileno() for line in lines.values()], silence_s(stall_s) / _SIGNS)
     watch.start()
@@ -315,7 +315,7 @@ def start(
 
 
 def end() -> None:
-    """Ends the watch of this process, if there is one, because the process leaves its group."""
+    """Ends the watchdog of this process, if there is one, because the process leaves its group."""
     while _started:
         _started.pop().close()
 
@@ -339,5 +339,5 @@ def step_times() -> list[StepTimes]:
 
 
 def own() -> Watch | None:
-    """Returns the watch of this process, or None if there is none because the process is alone in its cluster."""
+    """Returns the watchdog of this process, or None if there is none because the process is alone in its cluster."""
     return _started[0] if _started else None

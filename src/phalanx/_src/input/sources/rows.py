@@ -17,7 +17,7 @@ from phalanx.typing import PyTree
 
 @final
 class ChosenRows:
-    """Rows of an array. A leaf of a batch, beside NumPy and JAX arrays.
+    """Rows of an array. A leaf of a batch, in addition to NumPy and JAX arrays.
 
     Args:
       array: all rows: a NumPy array, whose owner is that of the batch, or a JAX array, to which nobody writes.

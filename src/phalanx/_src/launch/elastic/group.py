@@ -29,7 +29,7 @@ class _Place:
     Args:
       spec: how to start a process.
       process: the process that took it last.
-      failures: how many processes have failed here one after the other, while the training made no step.
+      failures: how many processes have failed here one after the other, while training ran no step.
       due_s: time at which the next one starts. None if none is to start.
       is_lost: whether the last process was lost while the others trained.
     """

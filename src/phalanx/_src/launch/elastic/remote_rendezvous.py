@@ -27,7 +27,7 @@ class RemoteRendezvous(threading.Thread):
 
     Args:
       environment: environment of the processes, with the secret.
-      kill: called with the number of a process of this machine that keeps the others from going on, and the reason.
+      kill: called with the number of a process of this machine that keeps the others from continuing, and the reason.
       machines: the machines of the group.
 
     Raises:

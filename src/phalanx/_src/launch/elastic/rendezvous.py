@@ -78,12 +78,12 @@ class _Generation:
 
 @final
 class Rendezvous(threading.Thread):
-    """Forms the generations of a training.
+    """Forms the generations of a training run.
 
     Args:
       least: number of processes without which no generation is formed.
       environment: environment of the processes, with the secret.
-      kill: called with the number of a process of this machine that keeps the others from going on, and the reason.
+      kill: called with the number of a process of this machine that keeps the others from continuing, and the reason.
       say: receives reports.
       machines: the machines of the group, of which this one is the first.
       clock: returns the time in seconds. All limits are measured by it.
@@ -239,7 +239,7 @@ class Rendezvous(threading.Thread):
     def _dismiss_behind(self) -> None:
         """Tells processes that wait in an earlier training that it is over. They join the next one as newcomers.
 
-        They have come too late; or they were at its end, and did not hear of another one that it had got there too.
+        They have come too late; or they were at its end, and did not learn that another process had reached it too.
         """
         call = max((m.call for m in self._survivors()), default=0)
         for member in self._members.values():

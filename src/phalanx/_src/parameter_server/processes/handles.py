@@ -53,7 +53,7 @@ class Ray(Protocol):
 
     @property
     def exceptions(self) -> RayErrors:
-        """The errors of Ray."""
+        """The Ray errors."""
 
     def init(self, **options: object) -> object:
         """Starts Ray."""

@@ -472,7 +472,7 @@ _open: list[RayCluster] = []
 
 
 def _require_alone(spec: ClusterSpec | None) -> None:
-    """Checks that a strategy can be created beside those that are open.
+    """Checks that a strategy can be created in addition to those that are open.
 
     Raises:
       ContextError: an open strategy or the new one uses a cluster, whose tasks work for one strategy at a time.

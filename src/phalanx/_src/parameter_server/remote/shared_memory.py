@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shared memory for large arrays between a worker and a parameter server on one machine.
 
-Ray copies a large argument or result into an object of its own, which took longer than the step (18 ms of CPU time per step, 11
+Ray copies a large argument or result into its own object, which took longer than the step (18 ms of CPU time per step, 11
 with shared memory). Here the sender copies arrays into memory that it keeps, and the receiver reads them there. Ray carries the
 rest of the message. Between machines, Ray carries all of it.
 

@@ -41,7 +41,7 @@ class Link:
 
     Args:
       name: the way: "all-reduce", or two replicas.
-      sizes: bytes of each array. Those that would take seconds are left out.
+      sizes: bytes of each array. Those that would take seconds are skipped.
       seconds: time of one operation for each size: the median over the rounds.
       sent: bytes that one replica sends for each byte of an array.
     """

@@ -102,7 +102,7 @@ class Measured:
     Args:
       script: the script, in words.
       results: one for each number of devices and processes.
-      notes: what was left out, and why.
+      notes: what was skipped, and why.
       machine: facts about the machine, and the versions of the libraries.
     """
 

@@ -30,7 +30,7 @@ def doctor(*, shared: str | None, timeout_seconds: float, ports: bool) -> None:
     """Starts the cluster that the environment describes and checks it. Prints PASS, or FAIL and a HINT, per check.
 
     Run it in all processes of the cluster at the same time, for example with srun. Without a cluster description, it tries
-    two processes on this machine. It checks names, proxies, the port, the roll call, an all-reduce, addresses, versions,
+    two processes on this machine. It checks names, proxies, the port, the handshake, an all-reduce, addresses, versions,
     clocks and a shared folder. The exit code is 0 if all checks pass. With --ports, it starts
     nothing.
     """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`phalanx.estimate`: predicts the first step of a training on other devices."""
+"""`phalanx.estimate`: predicts the first step of a training run on other devices."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence

@@ -78,12 +78,12 @@ class Compiled(NamedTuple):
 
 
 class _Reached(BaseException):
-    """Ends a training before its first step. Not an `Exception`, so that the training does not handle it."""
+    """Ends a training run before its first step. Not an `Exception`, so that the training does not handle it."""
 
 
 @dataclass(frozen=True)
 class FirstStep:
-    """The first step of a training, which has not run.
+    """The first step of a training run, which has not run.
 
     Args:
       call: the call of its program.

@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Implements `phalanx migrate`, which rewrites a program of tf.distribute as a program of Phalanx."""
+"""Implements `phalanx migrate`, which rewrites a program of tf.distribute as a Phalanx program."""

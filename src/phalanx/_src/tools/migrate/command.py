@@ -16,7 +16,7 @@ from phalanx._src.tools import child
 @click.option("--check", is_flag=True, help="Print the report only.")
 @click.argument("path")
 def migrate(**options: object) -> None:
-    """Rewrites PATH, a program of tf.distribute, as a program of Phalanx: a file, a notebook, or a folder of them.
+    """Rewrites PATH, a program of tf.distribute, as a Phalanx program: a file, a notebook, or a folder of them.
 
     The exit code is 0 if everything was migrated, 1 if lines need a look, and 2 if a file cannot be read.
     """

@@ -130,7 +130,7 @@ class UsedNames:
         self.definitions: dict[int, list[cst.CSTNode]] = {}
         """For each use of a name, the functions and classes that it may stand for."""
         pending: list[tuple[BaseAssignment, Binding]] = []
-        # The scopes are objects, so a set of them has no order of its own.
+        # The scopes are objects, so a set of them has no order.
         for scope in dict.fromkeys(scope for scope in scopes.values() if scope is not None):
             for assignment in scope.assignments:
                 pending += self._look_at(assignment)

@@ -32,7 +32,7 @@ class Migration:
 
 
 def migrate(source: bytes, path: str, table: NameTable) -> Migration:
-    """Returns a program of TensorFlow as a program of Phalanx.
+    """Returns a TensorFlow program as a Phalanx program.
 
     Args:
       source: the program.
