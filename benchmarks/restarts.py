@@ -162,7 +162,9 @@ class _Run:
     def seconds_to_report(self) -> float | None:
         """How long after the failure the launcher reported it; None where one of them did not happen."""
         failed = [facts["failed_at"] for facts in self._facts if "failed_at" in facts]
-        reported = [at for at, line in self.report if re.search("failed first: |^The cluster could not continue: ", line)]
+        reported = [
+            at for at, line in self.report if re.search("failed first: |^The cluster could not continue: ", line)
+        ]
         return reported[0] - failed[0] if failed and reported else None
 
     @property

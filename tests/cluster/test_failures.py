@@ -54,7 +54,9 @@ def test_death_of_one_worker_is_named_by_the_other(tmp_path, case, step):
     ended, out, report = run(tmp_path, culprit, code, step)
     assert ended == status, out + report
     # On a busy machine the one that is at fault may end after the other, which then says who it is.
-    assert re.search(rf"^worker {culprit} failed first: |^The cluster could not continue: rank {culprit} ", report, re.M)
+    assert re.search(
+        rf"^worker {culprit} failed first: |^The cluster could not continue: rank {culprit} ", report, re.M
+    )
     assert LOST.format(1 - culprit, culprit) in out
     assert f") {how}: no step can run without it.\n[worker {1 - culprit}] HINT: phalanx run" in out
     assert out.count(f"[worker {1 - culprit}] Traceback (most recent call last):") == 1

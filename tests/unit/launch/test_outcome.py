@@ -53,9 +53,7 @@ def test_training_that_ends_before_its_end():
     told, evaluator = Ending("worker 0", -15, 1.3, is_told=True), Ending("evaluator 0", 3, 1.0)
     outcome = Outcome((told,), unfinished="too few workers are left", evaluator=evaluator)
     assert (outcome.exit_code, outcome.is_success) == (TOO_FEW, False)
-    assert report(outcome).startswith(
-        "Training stopped early: too few workers are left.\n  worker 0 was ended"
-    )
+    assert report(outcome).startswith("Training stopped early: too few workers are left.\n  worker 0 was ended")
     failed = Outcome((told, Ending("worker 1", 3, 1.0)), unfinished="too few workers are left")
     assert failed.exit_code == 3
     assert "stopped early" not in report(failed)
@@ -77,9 +75,7 @@ def test_report_of_a_signal_after_a_failure():
     assert "\nThe launcher was ended by SIGINT.\n  worker 1 was ended by the launcher (SIGKILL)" in report(outcome)
 
 
-SAID = (
-    "\nPhalanx: rank {} (host:1) is stuck after step 7; rank 0 (host:0) has been waiting in step 8 for 9 s.\nHINT: x"
-)
+SAID = "\nPhalanx: rank {} (host:1) is stuck after step 7; rank 0 (host:0) has been waiting in step 8 for 9 s.\nHINT: x"
 
 
 def test_report_of_a_stall():

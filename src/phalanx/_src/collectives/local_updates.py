@@ -282,7 +282,9 @@ def _require_optimizer(value: object) -> None:
     arguments.instance("outer_optimizer", value, keras.optimizers.Optimizer, hint)
     if isinstance(value, keras.optimizers.LossScaleOptimizer):
         raise InvalidArgumentError(
-            "outer_optimizer=LossScaleOptimizer", "outer gradients do not come from a loss, so there is nothing to scale.", hint
+            "outer_optimizer=LossScaleOptimizer",
+            "outer gradients do not come from a loss, so there is nothing to scale.",
+            hint,
         )
 
 

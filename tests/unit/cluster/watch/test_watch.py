@@ -108,7 +108,10 @@ def test_step_of_one_that_is_silent(step, is_inside, since):
         ([at(7, has_left=True), at(7, has_left=True), at(7)], None),
         # It is not known what a silent process has done since, so it makes no progress only if it has left.
         ([inside(2), inside(2, heard_s=59.0), inside(2)], None),
-        ([inside(2), inside(2, heard_s=59.0, has_left=True), inside(2)], "rank 0, rank 1, rank 2 have not finished step 2"),
+        (
+            [inside(2), inside(2, heard_s=59.0, has_left=True), inside(2)],
+            "rank 0, rank 1, rank 2 have not finished step 2",
+        ),
         # The names of a few fit into a message.
         (
             [inside(7), inside(7), *[at(6)] * 4094],

@@ -131,6 +131,4 @@ def test_first_machine_that_does_not_come_back(no_service):
         outcome = run_group(plan, max_restarts=3, least_workers=2, machines=machines, sink=sink, say=said.append)
     assert outcome.exit_code == TOO_FEW, said
     assert said[-2] == "The group starts again: 1 of 3."
-    assert said[-1].startswith(
-        f"Training stopped early: the rendezvous at {machines.address}: machine 1 could"
-    )
+    assert said[-1].startswith(f"Training stopped early: the rendezvous at {machines.address}: machine 1 could")

@@ -55,9 +55,7 @@ def found_at(host: str, port: int) -> str:
 
 def reason_of(error: OSError) -> str:
     """Returns why a system call has failed."""
-    if error.errno is None or isinstance(
-        error, socket.gaierror
-    ):  # The numbers of the resolver have their own texts.
+    if error.errno is None or isinstance(error, socket.gaierror):  # The numbers of the resolver have their own texts.
         return str(error.strerror)
     return os.strerror(error.errno)  # Python's own text may end with the address.
 
