@@ -145,11 +145,11 @@ class VirtualNetwork:
         return ["ip", "netns", "exec", self._names[machine], *command]
 
     def pull_cable(self) -> None:
-        """Parts the machines. Their connections stay open, and nothing arrives."""
+        """Disconnects the machines. Their connections stay open, and nothing arrives."""
         _call("ip", "-n", self._names[1], "link", "set", self._ends[1], "down")
 
     def plug_cable(self) -> None:
-        """Joins the machines again."""
+        """Reconnects the machines."""
         _call("ip", "-n", self._names[1], "link", "set", self._ends[1], "up")
 
 

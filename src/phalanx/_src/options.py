@@ -69,13 +69,13 @@ class CommunicationImplementation(enum.Enum):
 
 @dataclass(frozen=True)
 class PowerSGD:
-    """Compression of gradients: each matrix is sent as the product of two narrow ones. May be made in any context.
+    """Compression of gradients: each matrix is sent as the product of two narrow ones. May be created in any context.
 
-    A gradient with m x n elements costs `rank * (m + n)`. Vectors, and gradients that this would not shorten, are sent whole.
+    A gradient with m x n elements costs `rank * (m + n)`. Vectors, and gradients that this would not shorten, are sent uncompressed.
 
     Args:
       rank: the number of columns of the narrow matrices.
-      start_step: number of steps of the optimizer during which gradients are sent whole. At the beginning they change most.
+      start_step: number of steps of the optimizer during which gradients are sent uncompressed, because they change most then.
 
     Raises:
       InvalidArgumentError: `rank` is not a positive integer, or `start_step` is negative.
@@ -97,7 +97,7 @@ class PowerSGD:
 
 @dataclass(frozen=True)
 class TopK:
-    """Compression of gradients: each replica sends its elements with the largest magnitudes. May be made in any context.
+    """Compression of gradients: each replica sends its elements with the largest magnitudes. May be created in any context.
 
     An element costs 8 bytes, because its place is sent too, and each replica receives those of all others.
 
@@ -140,7 +140,7 @@ class CommunicationOptions:
         more than it saves. All replicas get the same result. Its error is below 1% of the sum of the magnitudes.
         Algorithms that copy between devices (`HierarchicalCopyAllReduce`, `ReductionToOneDevice`) ignore it.
       compression: how the gradients that an optimizer applies are sent: None, "bfloat16", "int8" (a scale for 256 elements), `PowerSGD`
-        or `TopK`. Gradients with fewer than 1,024 elements, and gradients of integers, are sent whole.
+        or `TopK`. Gradients with fewer than 1,024 elements, and integer gradients, are sent uncompressed.
       error_feedback: whether what a replica has not sent of a gradient is added to its next one. It takes the memory of one more
         gradient, which checkpoints save.
 
@@ -199,7 +199,7 @@ def _names_powersgd(value: object) -> bool:
 
 @dataclass(frozen=True)
 class XLAOptions:
-    """XLA options of a `RunOptions`. May be made in any context.
+    """XLA options of a `RunOptions`. May be created in any context.
 
     They exist for code written for TensorFlow and have no effect. XLA partitions every program, with the partitioner that
     JAX chooses, and all shapes are static.
@@ -234,7 +234,7 @@ class XLAOptions:
 
 @dataclass(frozen=True)
 class RunOptions:
-    """Options of `Strategy.run`. May be made in any context.
+    """Options of `Strategy.run`. May be created in any context.
 
     Args:
       experimental_enable_dynamic_batch_size: bool, accepted for code written for TensorFlow and ignored. A batch of
@@ -416,15 +416,15 @@ class InputOptions:
 
 @dataclass(frozen=True)
 class ElasticOptions:
-    """What `MultiWorkerMirroredStrategy(elastic=...)` does so that a training run survives the loss of a process.
+    """Options of `MultiWorkerMirroredStrategy(elastic=...)`: how a training run survives the loss of a process.
 
-    They matter in the processes of `phalanx run --workers 2:4` only. May be created in any context.
+    They apply only in the processes of `phalanx run --workers 2:4`. May be created in any context.
 
     Args:
       donate: whether a step may consume the old values of the variables, which saves memory. If not, no step is lost: the other
         processes repeat only the step that failed.
-      copy_every: number of steps between two copies of the variables in the memory of the host, from which the others continue. None for as
-        many steps that the copies take 1% of the time.
+      copy_every: number of steps between two copies of the variables in the memory of the host, from which the others continue. None chooses it
+        so that the copies take 1% of the time.
       scale_batch: whether each process keeps its number of rows when others leave. The global batches of the dataset are then those of a
         group with all processes, and with n of N each step takes n / N of their rows: steps are as long as before, and an epoch has
         more of them. If not, the global batch keeps its size.

@@ -132,7 +132,7 @@ class FitProgress(AbstractPosition):
 class BackupAndRestore(BatchCounter):
     """Saves the state of `fit` and, when the program is started again, continues at the same batch. May be created in any context.
 
-    The state is that of the model, the optimizer and the metrics, the epoch, the position in the data and what decides its order: the
+    The state consists of the model, the optimizer and the metrics, the epoch, the position in the data and what decides its order: the
     global generators of Python, NumPy, Keras and torch, and what a dataset has changed in itself. The program may be started again under another strategy, and with another number of processes. With several
     processes, all save together, and the chief writes. The state of other callbacks is not saved.
 

@@ -33,7 +33,7 @@ def set_cpu_kernels(enabled: bool) -> None:
     GPUs and TPUs contain none of the kernels.
 
     Args:
-      enabled: False for the operations of XLA.
+      enabled: False for XLA's operations.
 
     Raises:
       InvalidArgumentError: `enabled` is not a bool.

@@ -18,15 +18,15 @@ from phalanx.typing import PyTree
 
 @final
 class ModelCheckpoint(BatchCounter):
-    """Saves the model and its optimizer in `fit`: regularly, or whenever a metric is better than ever. May be created in any context.
+    """Saves the model and its optimizer in `fit`: regularly, or whenever a metric is better than in all earlier saves. May be created in any context.
 
     The files are those of `phalanx.train.CheckpointManager`, with numbers that continue when the program is started again, and so does the best
     value. `phalanx.train.Checkpoint(model=model).restore(callback.latest_checkpoint)` restores them under any strategy. With
     several processes, all save together, and the chief decides and writes.
 
     Args:
-      directory: folder for the checkpoints, which all processes can read. Use an empty one for a new training.
-      monitor: name of the metric to compare, as it stands in the logs.
+      directory: folder for the checkpoints, which all processes can read. Use an empty one for a new run.
+      monitor: name of the metric to compare, as in the logs.
       save_best_only: whether to save only if the metric is better than at all earlier saves.
       mode: whether less of the metric is better ("min") or more ("max"). "auto" for what Keras knows about the metric.
       save_freq: when to save: "epoch" for the end of each epoch, or a number of batches.

@@ -131,9 +131,9 @@ class ScalarCallback(BatchCounter):
 
 @final
 class Tracking(ScalarCallback):
-    """Gives losses and metrics of `fit` and `evaluate` to a writer, such as one of trackers. May be created in any context.
+    """Gives losses and metrics of `fit` and `evaluate` to a writer, for example of `create_tracker_writer`. May be created in any context.
 
-    The names are those of `TensorBoard`, after `train/` or `validation/`. The writer stays open.
+    The names are those of `TensorBoard`, with the prefix `train/` or `validation/`. The writer stays open.
 
     Args:
       writer: what `phalanx.summary.create_tracker_writer` returns, or another writer.

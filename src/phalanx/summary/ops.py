@@ -290,8 +290,8 @@ def write(tag: str, tensor: PyTree, step: Step = None, metadata: object = None) 
 def record_if(condition: Recorded | Callable[[], Recorded]) -> Iterator[None]:
     """Records only if a condition holds, inside the `with` block. May be called in any context.
 
-    Outside a compiled function, the condition is decided before each run: the program of the other runs contains nothing of the
-    summaries. Inside one, it may be a traced bool; the program then computes the summaries only if it holds. If replicas
+    Outside a compiled function, the condition is decided before each run: the program of the other runs contains no summaries.
+    Inside one, it may be a traced bool; the program then computes the summaries only if it holds. If replicas
     disagree, the condition of replica 0 counts.
 
     Args:

@@ -128,7 +128,7 @@ def trace_on(graph: bool = True, profiler: bool = False, profiler_outdir: str | 
 def trace_export(name: str, step: Step = None, profiler_outdir: str | os.PathLike[str] | None = None) -> None:
     """Stops the trace and writes the programs and the profile. Call it outside compiled functions.
 
-    The default writer gets the programs as a text. The profile is written to the folder, where TensorBoard's plugin for profiles
+    The default writer gets the programs as a text. The profile is written to the folder, where TensorBoard's profile plugin
     finds it. Only the chief of a cluster writes.
 
     Args:

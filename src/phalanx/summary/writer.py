@@ -313,7 +313,7 @@ def create_file_writer(
 def create_tracker_writer(
     *trackers: Tracker, config: Mapping[str, Any] | None = None, max_queue: int = _MAX_QUEUE
 ) -> SummaryWriter:
-    """Creates a writer that gives scalars to trackers of experiments. May be called in any context.
+    """Creates a writer that passes scalars to experiment trackers. May be called in any context.
 
     Only the chief of a cluster calls them: `start` with the first summary, `log` from a thread, and `finish` when the writer is
     closed or the process ends. Other kinds of summaries are ignored.

@@ -106,9 +106,9 @@ class PreemptionCheckpointHandler:
     """Saves a checkpoint after the same step in all processes when one of them will be ended. Created in all processes.
 
     Creating it restores the latest checkpoint. From then on it handles SIGTERM, which no longer ends the process, and
-    `termination_watcher_fn`, in any process. All processes then save between the same two steps and exit, so that whatever has started them
-    starts them again. There are three ways to tell it where a step begins: `run`, `save_checkpoint_if_preempted` and
-    `watch_preemption_scope`. Until a process is told to end, none of them communicates or waits.
+    `termination_watcher_fn`, in any process. All processes then save between the same two steps and exit, so that their launcher or scheduler
+    starts them again. There are three ways to mark the beginning of a step: `run`, `save_checkpoint_if_preempted` and
+    `watch_preemption_scope`. Until a process receives a notice, none of them communicates or waits.
 
     Create it in the main thread, outside replica functions.
 
@@ -120,7 +120,7 @@ class PreemptionCheckpointHandler:
 
     Raises:
       CheckpointError, CheckpointMismatchError: the latest checkpoint cannot be restored.
-      ClusterSourceError: the resolver is that of GCE, and the metadata server does not answer.
+      ClusterSourceError: it is a `GCEClusterResolver`, and the metadata server does not answer.
       ContextError: created in another thread, or in a replica function.
       InvalidArgumentError: an argument has the wrong type, or there is no folder.
 

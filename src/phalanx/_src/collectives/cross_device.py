@@ -40,7 +40,7 @@ class CrossDeviceOps:
     For a custom algorithm, override `reduce_implementation`, and also `batch_reduce_implementation` if it helps to see all
     gradients at once. These hooks get the array of one replica and return the result for every replica. They may use the
     collectives of `jax.lax` over the axis `phalanx.REPLICA_AXIS`. The array has the dtype in which `jnp.sum` or `jnp.mean`
-    accumulates: a mean of integers or of float16 is a matter of float32.
+    accumulates: float32 for a mean of integers or of float16.
 
     May be called inside `merge_call`. Elsewhere use `Strategy.extended.reduce_to`, which enters it.
 
@@ -104,7 +104,7 @@ class CrossDeviceOps:
         return self.broadcast_implementation(value, destinations)
 
     def for_devices(self, devices: Sequence[jax.Device]) -> "CrossDeviceOps":
-        """Returns the operations for a strategy over `devices`. A strategy calls this when it is made.
+        """Returns the operations for a strategy over `devices`. A strategy calls this when it is created.
 
         Raises:
           InvalidArgumentError: these operations name a device that is not in `devices`.

@@ -57,7 +57,7 @@ class Synchronization(NamedTuple):
 
 
 class LocalUpdates(ABC):
-    """How replicas train on their own for some steps. The base class of `LocalSGD` and `DiLoCo`.
+    """How replicas train separately for some steps. The base class of `LocalSGD` and `DiLoCo`.
 
     Attributes:
       every: number of an optimizer's updates between two synchronizations.
@@ -79,11 +79,11 @@ class LocalUpdates(ABC):
 @final
 @dataclass(frozen=True)
 class LocalSGD(LocalUpdates):
-    """Replicas that train on their own, and take the mean of their variables once in several steps. May be made in any context.
+    """Replicas that train separately, and take the mean of their variables once in several steps. May be created in any context.
 
     Between two synchronizations each replica has its own variables, optimizer slots and statistics. Outside the replicas they
     read as their means, including in evaluations and checkpoints; between processes, such a read is a collective call. With `every=1` and
-    SGD, the training equals the synchronous one. A synchronization sends the weights, the slots of the optimizer, and all other
+    SGD, this equals synchronous training. A synchronization sends the weights, the slots of the optimizer, and all other
     variables of floats that a step assigns before it applies gradients.
 
     Args:
@@ -117,12 +117,12 @@ class LocalSGD(LocalUpdates):
 @final
 @dataclass(frozen=True)
 class DiLoCo(LocalUpdates):
-    """Replicas that train on their own, and an outer optimizer that learns from what they have learned. May be made in any context.
+    """Replicas that train separately, and an outer optimizer that applies their mean change. May be created in any context.
 
     Once in several steps, the mean change of the weights since the last synchronization is the outer gradient. The outer optimizer
     applies it to the outer weights, with which all replicas continue. Outside the replicas, the outer weights are what is read,
     in evaluations and checkpoints too. The slots of the inner optimizer stay local. A single replica has an outer optimizer too, but its
-    weights read as they are.
+    weights are read unchanged.
 
     Args:
       outer_optimizer: an optimizer whose configuration the outer optimizers take, or a function that makes one: with several

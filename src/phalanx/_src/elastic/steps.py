@@ -167,7 +167,7 @@ def steps(
       dataset: a distributed dataset that can be read again.
       epochs: how often to read it. None for as often as `max_steps` needs.
       max_steps: number of steps after which it ends, even within an epoch. None for no limit. Do not leave the loop by `break`
-        instead, because the last step is then not agreed on.
+        instead, because the processes then do not agree on the last step.
 
     Returns:
       An iterator over what `step` returns. In an elastic group, the results are NumPy arrays, because JAX arrays end with the group.

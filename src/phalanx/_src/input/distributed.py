@@ -35,7 +35,7 @@ class DistributedDataset:
       options: how the dataset is read.
       make_plan: returns the plan for other devices.
       steps: number of global batches that are stacked into one. None for no stacking.
-      origin: the dataset of the user. None if there is not one only.
+      origin: the user's dataset. None if there is not exactly one.
 
     Example:
       >>> import numpy as np, phalanx

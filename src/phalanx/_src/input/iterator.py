@@ -295,7 +295,7 @@ class DistributedIterator(AbstractIterator):
         self._batches.stop()
 
     def expect(self, steps: int | None) -> None:
-        """Tells how many further batches will be taken, so that no others are read. None if it is unknown."""
+        """Announces how many further batches will be taken, so that no others are read. None if it is unknown."""
         self._expected = steps
 
     def save_state(self, path: str | os.PathLike[str]) -> None:

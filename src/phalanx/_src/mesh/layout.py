@@ -103,7 +103,7 @@ class FullySharded(AbstractLayout):
       gather: when a step gathers a variable. See `fully_sharded`.
 
     Raises:
-      InvalidArgumentError: `axis` is not a name, `min_size` is not a positive integer, or `gather` is another word.
+      InvalidArgumentError: `axis` is not a name, `min_size` is not a positive integer, or `gather` has another value.
     """
 
     axis: str = REPLICA_AXIS
@@ -156,14 +156,14 @@ def fully_sharded(
       min_size: the smallest number of elements for which a variable is sharded. A variable without a dim that the axis
         divides is not sharded either.
       gather: with "layer", each operation that uses a variable gathers it, including in the backward pass, so that a device holds few
-        whole variables at a time; with "step", a step gathers all variables once. None selects "layer" from 1 GiB of variables on.
+        complete variables at a time; with "step", a step gathers all variables once. None selects "layer" from 1 GiB of variables on.
         A batch that is shorter than the others is run with "step".
 
     Returns:
       A layout for the argument `layout` of a strategy.
 
     Raises:
-      InvalidArgumentError: `axis` is not a name, `min_size` is not a positive integer, or `gather` is another word.
+      InvalidArgumentError: `axis` is not a name, `min_size` is not a positive integer, or `gather` has another value.
 
     Source: Rajbhandari et al. 2020, "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models".
 

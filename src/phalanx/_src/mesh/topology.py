@@ -233,7 +233,7 @@ class Topology:
         return process_dispatching() if self.num_workers == 1 else _dispatching(is_step=is_step)
 
     def require_peers(self) -> None:
-        """Raises if another process died and code of the user has caught that error. Called where a loop takes the next batch.
+        """Raises if another process died and user code has caught that error. Called where a loop takes the next batch.
 
         Raises:
           PeerLostError: see `raise_again`.

@@ -29,9 +29,9 @@ class MirroredStrategy(SynchronousStrategy):
       model_axis: name and size of a mesh axis over which XLA partitions each replica. With `("model", 2)`, four devices
         form two replicas of two devices.
       layout: which variables are sharded over which mesh axes: a `keras.distribution.LayoutMap`, a dict from variable
-        path to axes, or `fully_sharded()`. Every device holds all other variables whole. Optimizer slots are sharded
+        path to axes, or `fully_sharded()`. Every device holds a copy of all other variables. Optimizer slots are sharded
         like their variables.
-      local_updates: `LocalSGD` or `DiLoCo` of `phalanx.experimental`: replicas train on their own for some steps. None aggregates
+      local_updates: `LocalSGD` or `DiLoCo` of `phalanx.experimental`: replicas train separately for some steps. None aggregates
         gradients at every step.
       replica_weights: one number per replica, for devices of different speed: its share of each global batch is proportional to it.
         With "auto", the speeds are measured, and each iteration over a dataset begins with shares that follow them. None divides
@@ -43,7 +43,7 @@ class MirroredStrategy(SynchronousStrategy):
 
     Raises:
       DeviceError: this process does not have a device, or a device is listed twice.
-      InvalidArgumentError: an argument has the wrong type, or does not go with a compression or local updates, the mesh does not
+      InvalidArgumentError: an argument has the wrong type, or conflicts with a compression or local updates, the mesh does not
         have an axis of the layout, or the size of `model_axis` does not divide the number of devices.
       StartupError: XLA has fewer threads than several CPU devices need.
 

@@ -48,7 +48,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         all processes, and no process holds a whole variable.
       elastic: what to do so that a training run survives the loss of a process. None means `ElasticOptions()`, and "scale_batch"
         `ElasticOptions(scale_batch=True)`.
-      local_updates: `LocalSGD` or `DiLoCo` of `phalanx.experimental`: replicas train on their own for some steps. None aggregates
+      local_updates: `LocalSGD` or `DiLoCo` of `phalanx.experimental`: replicas train separately for some steps. None aggregates
         gradients at every step.
       replica_weights: one number per replica, for devices of different speed: its share of each global batch is proportional to it.
         With "auto", the speeds are measured, and each iteration over a dataset begins with shares that follow them. None divides

@@ -45,7 +45,7 @@ class TPUStrategy(SynchronousStrategy):
     Raises:
       DeviceError: this machine has no TPU, or the assignment belongs to another system.
       ClusterError, StartupError: the hosts cannot be connected.
-      InvalidArgumentError: an argument has the wrong type, or a compression or local updates do not go with the others.
+      InvalidArgumentError: an argument has the wrong type, or a compression or local updates conflict with other options.
 
     Source: tf.distribute.TPUStrategy.
 

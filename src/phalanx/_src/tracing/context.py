@@ -37,7 +37,7 @@ class ReplicaContext:
     Args:
       strategy: the strategy that runs the function.
       replica_id_in_sync_group: int32 scalar, traced. Number of this replica, from 0.
-      batches: the rows of this replica of each batch among the arguments of which replicas have different numbers of rows.
+      batches: this replica's rows of each argument whose batch has different numbers of rows per replica.
 
     Raises:
       InvalidArgumentError: `strategy` is not a strategy, the number is out of range, or `batches` is not a tuple of rows of a replica.
@@ -113,7 +113,7 @@ class ReplicaContext:
         """Number of rows of the global batch. None if all replicas have as many rows as this one.
 
         Raises:
-          InputError: several batches of which replicas have different numbers of rows were passed to `Strategy.run`.
+          InputError: several batches with different numbers of rows per replica were passed to `Strategy.run`.
         """
         return self._only_rows.total if self._only_rows else None
 

@@ -22,7 +22,7 @@ _START_TIMEOUT_S = 300.0
 
 
 class ClusterResolver(ABC):
-    """Tells a process which cluster it belongs to, and which task it is. May be used in any context.
+    """Describes the cluster of a process, and the task of the process in it. May be used in any context.
 
     Nothing is cached: every call reads its source again. A custom resolver only needs `cluster_spec`; its user then sets
     `task_type` and `task_id`.

@@ -323,12 +323,12 @@ def end() -> None:
 def step_times() -> list[StepTimes]:
     """Returns how long the steps of each process take, and how often the others wait for it. May be called in any context.
 
-    A process measures the time from the end of a collective operation to the beginning of the next: all leave an operation together, and
-    the one that needs the longest comes last. Differences within a compiled step cannot be seen.
+    A process measures the time from the end of a collective operation to the beginning of the next: all leave an operation together, and the
+    slowest process reaches the next one last. Differences within a compiled step cannot be seen.
 
     Returns:
       A list by rank, on the chief of a cluster of several processes. Empty in other processes, and before the first reports, which
-      come once per second. In an elastic group the times are those of the present generation.
+      come once per second. In an elastic group the times belong to the current generation.
 
     Example:
       >>> step_times()  # This process is alone.

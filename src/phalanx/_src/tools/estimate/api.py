@@ -73,7 +73,7 @@ def estimate(train: Callable[[], Any], topologies: Sequence[str]) -> Estimates:
       train: a function without arguments that creates a synchronous strategy, a model and a batch, and trains with `fit`,
         `strategy.run` or a `phalanx.function`.
       topologies: names of topologies. TPUs: `"v5e:16x16"`, `"2*v5e:16x16"` for two slices, or `"v5p:1,16,4096"` for three
-        sizes; they need the package libtpu. GPUs: `"h100:8"`, `"h100:512x8"`; they need the CUDA plugin of JAX. CPU devices
+        sizes; they need the package libtpu. GPUs: `"h100:8"`, `"h100:512x8"`; they need JAX's CUDA plugin. CPU devices
         of this process: `"cpu:2"`.
 
     Returns:
