@@ -87,7 +87,7 @@ def test_evaluator_evaluates_to_the_end(tmp_path, mode):
         assert steps == [8, 16, 24, 32], printed
     else:
         assert "evaluator 0 was killed by SIGKILL" in report, printed
-        assert "It alone starts again in 1 s: 1 of 10." in report, printed
+        assert "It alone restarts in 1 s: 1 of 10." in report, printed
         assert steps[-1] == 32, printed
         assert "[evaluator 0] evaluated 8\n" in out, printed
     np.testing.assert_allclose(found["results"][-1]["loss"], loss, rtol=1e-5)

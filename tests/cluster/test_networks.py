@@ -104,5 +104,5 @@ def test_name_of_the_first_machine_leads_back_on_the_second(check):
     hosts = [NAMES, "127.0.1.1 host0 host1\n"]
     codes, outputs = check(hosts, of_machines("host{}"), of_machines("host{}"), timeout_s=5)
     assert codes == [1, 1], outputs
-    assert "FAIL names: on the machine of rank 1, host0 is 127.0.1.1, which leads back to that machine" in outputs[1]
+    assert "FAIL names: on the machine of rank 1, host0 is 127.0.1.1, which is that machine" in outputs[1]
     assert "FAIL handshake: " in outputs[0]

@@ -211,7 +211,7 @@ def of_processes():
         Case(
             multi,
             {"cluster_resolver": resolver},
-            # The last two are looked at when the processes have met.
+            # The last two are looked at when the processes have connected.
             takes={"stall_timeout_s": SECONDS, **dict.fromkeys(("local_updates", "replica_weights"), ALL)},
         ),
         Case(phalanx.experimental.CentralStorageStrategy, {"compute_devices": ["cpu:1"], "parameter_device": "cpu:0"}),

@@ -124,7 +124,7 @@ def _require_equal(states: Sequence[States], epoch: int) -> None:
             f"fit on {len(states)} workers, epoch {epoch + 1}",
             f"{differences[0]}, so that the workers would train differently from here on; {len(differences)} "
             f"value{'s differ' if len(differences) > 1 else ' differs'} in total.",
-            "compute it in all workers from what all of them have: the epoch, the logs of fit, or metrics of compile, which see the "
+            "compute it in all workers from values that all of them have: the epoch, the logs of fit, or metrics of compile, which see the "
             "rows of all",
         )
 

@@ -307,8 +307,8 @@ class ModelTrainer:
         updates = 0 if optimizer is None else int(optimizer.iterations)
         if isinstance(local, DiLoCo) and 0 < updates < local.every:
             warn_of_slip(
-                f"DiLoCo(every={local.every}) has made {updates} updates, so it has not synchronized all weights, and those that are "
-                "read have not been trained.",
+                f"fit ended after {updates} updates of DiLoCo(every={local.every}), so not all weights were synchronized, and the weights "
+                "that you read are not trained.",
                 f"more updates, or DiLoCo(every={max(1, updates // 10)})",
             )
 
@@ -454,7 +454,7 @@ class ModelTrainer:
         if isinstance(self._strategy.local_updates, DiLoCo) and _any_of(user_callbacks, keras.callbacks.SwapEMAWeights):
             raise InvalidArgumentError(
                 "keras.callbacks.SwapEMAWeights under a strategy with DiLoCo",
-                "to put back the weights that were read before an evaluation would undo what the replicas have done on their own.",
+                "restoring the weights after an evaluation would undo the local updates of the replicas.",
                 "use_ema=True in the optimizer, without the callback: the averages become the weights when fit ends",
             )
         if not (self._model.run_eagerly or runs_user_code(user_callbacks)):

@@ -123,14 +123,14 @@ def test_files_that_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "file", "message"),
     [
-        ("a.keras", "a.keras", r"a model of Keras.\nHINT: keras.models.load_model\('.*a.keras'\)"),
-        ("a.weights.h5", "a.weights.h5", r"weights of Keras.\nHINT: model.load_weights\('.*a.weights.h5'\)"),
+        ("a.keras", "a.keras", r"a Keras model.\nHINT: keras.models.load_model\('.*a.keras'\)"),
+        ("a.weights.h5", "a.weights.h5", r"Keras weights.\nHINT: model.load_weights\('.*a.weights.h5'\)"),
         (
             "ckpt-1",
             "ckpt-1.index",
-            r"a checkpoint of TensorFlow.\nHINT: tf.train.load_checkpoint\('.*ckpt-1'\), and assign",
+            r"a TensorFlow checkpoint.\nHINT: tf.train.load_checkpoint\('.*ckpt-1'\), and assign",
         ),
-        ("a.npz", "a.npz", "a file which Phalanx has not written.\nHINT: the path that save returned"),
+        ("a.npz", "a.npz", "Phalanx has not written the file at this path.\nHINT: the path that save returned"),
     ],
 )
 def test_files_of_other_programs_are_named(tmp_path, name, file, message):

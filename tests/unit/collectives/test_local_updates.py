@@ -384,7 +384,7 @@ def test_training_without_a_synchronization():
     """The outer weights were not trained, and `fit` says so."""
     model = linear(strategy_with(DiLoCo(every=100)))
     with pytest.warns(
-        phalanx.errors.SlipWarning, match=r"DiLoCo\(every=100\) has made 6 updates, so it has not synchronized"
+        phalanx.errors.SlipWarning, match=r"6 updates of DiLoCo\(every=100\), so not all weights were synchronized"
     ):
         model.fit(X, Y, batch_size=8, epochs=2, verbose=0)
 
@@ -454,11 +454,14 @@ BAD = {
         r"DiLoCo\(100\): the first argument is the outer optimizer.\nHINT: DiLoCo\(every=100",
     ),
     "stateless step": (train_stateless, r"optimizer.stateless_apply under a strategy with local_updates: it names no"),
-    "swapped weights": (train_swapping, r"keras.callbacks.SwapEMAWeights under a strategy with DiLoCo: to put back"),
+    "swapped weights": (
+        train_swapping,
+        r"keras.callbacks.SwapEMAWeights under a strategy with DiLoCo: restoring the weights",
+    ),
     "outer optimizer": (lambda: DiLoCo("sgd"), r"outer_optimizer='sgd': must be an? Optimizer"),
     "outer scale": (
         lambda: DiLoCo(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())),
-        r"outer_optimizer=LossScaleOptimizer: outer gradients come from no loss",
+        r"outer_optimizer=LossScaleOptimizer: outer gradients do not come from a loss",
     ),
     "function": (lambda: Training(DiLoCo(lambda: "sgd", every=1)).go(1), r"outer_optimizer='sgd': must be"),
     "no kind": (lambda: strategy_with(8), r"local_updates=8: must be a LocalSGD or a DiLoCo"),

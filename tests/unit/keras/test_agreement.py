@@ -71,6 +71,6 @@ def test_values_that_must_be_equal(first, second):
         agreement._require_equal(ranks, 4)
     assert str(raised.value) == (
         f"fit on 3 workers, epoch 5: A.x is {first!r} on ranks 0, 2, {second!r} on rank 1, so that the workers would train "
-        "differently from here on; 2 values differ in total.\nHINT: compute it in all workers from what all of them have: the "
+        "differently from here on; 2 values differ in total.\nHINT: compute it in all workers from values that all of them have: the "
         "epoch, the logs of fit, or metrics of compile, which see the rows of all"
     )

@@ -68,11 +68,10 @@ def test_evaluator_that_fails_starts_again_alone(launch):
     assert launched.lines_of(0, "evaluator") == starts
     assert launched.lines_of(1) == ["worker 0"]
     assert launched.reports == [
-        "evaluator 0 exited with code 3. It alone starts again in 0.01 s: 1 of 3.",
-        "evaluator 0 was killed by SIGKILL (probably out of memory, or kill -9). "
-        "It alone starts again in 0.02 s: 2 of 3.",
+        "evaluator 0 exited with code 3. It alone restarts in 0.01 s: 1 of 3.",
+        "evaluator 0 was killed by SIGKILL (probably out of memory, or kill -9). It alone restarts in 0.02 s: 2 of 3.",
         "The workers have ended. evaluator 0 has 600 s to finish.",
-        "evaluator 0 exited with code 1. It alone starts again in 0.04 s: 3 of 3.",
+        "evaluator 0 exited with code 1. It alone restarts in 0.04 s: 3 of 3.",
     ]
 
 
@@ -207,5 +206,5 @@ def test_evaluator_that_cannot_be_started(environment, tmp_path):
     assert outcome.exit_code == 126
     assert said[0] == said[2]
     assert re.match(rf"the command of evaluator 0: {command}: cannot be started: .*No such file", said[0])
-    assert said[1] == "evaluator 0 exited with code 126. It alone starts again in 0.01 s: 1 of 1."
+    assert said[1] == "evaluator 0 exited with code 126. It alone restarts in 0.01 s: 1 of 1."
     assert said[3] == "evaluator 0 exited with code 126. It does not start again after 1 restarts."

@@ -124,7 +124,7 @@ def test_replicas_that_send_something_else():
     (batch,) = strategy.experimental_distribute_dataset([X[:12]])
     value = lambda x: x.sum() if x.shape[0] > 4 else x.sum(0)  # noqa: E731
     with pytest.warns(
-        SlipWarning, match=r"do not exchange the same in a step: psum.* at .*test_own_rows.py:\d+\. So"
+        SlipWarning, match=r"exchange different arrays in a step: psum.* at .*test_own_rows.py:\d+\. So"
     ) as caught:
         strategy.run(lambda x: phalanx.get_replica_context().all_reduce("SUM", value(x)), args=(batch,))
     assert len(caught) == 1

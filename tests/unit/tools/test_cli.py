@@ -257,7 +257,7 @@ def test_option_after_the_script_is_recognized(launch):
     done = invoke("run", script, "--lr", "1", "--workers", "2", "--report")
     assert done.exit_code == 0
     assert done.stderr.splitlines()[:2] == [
-        f"phalanx: --workers 2 --report stands after {script}, so the script gets it and phalanx run does not.",
+        f"phalanx: --workers 2 --report comes after {script}, so it is passed to the script and not to phalanx run.",
         f"HINT: phalanx run --workers 2 --report {script} --lr 1",
     ]
 

@@ -58,6 +58,6 @@ def test_variables_that_live_elsewhere():
 
 def test_objects_without_variables_are_refused():
     """A typed error. The default strategy places nothing."""
-    assert printed(phalanx.get_strategy())[0] == "1 replica, where JAX puts it"
+    assert printed(phalanx.get_strategy())[0] == "1 replica, on JAX's default device"
     with pytest.raises(InvalidArgumentError, match=r"describe\(5\): .* is not a variable.*\nHINT: describe\(model\)"):
         phalanx.describe(strategy_of(), 5)

@@ -237,7 +237,7 @@ class PreemptionCheckpointHandler:
         """Returns the function that the thread asks once per second."""
         ask = self._config.termination_watcher_fn
         if ask is not None:
-            return lambda: "is told by termination_watcher_fn that it will be ended" if ask() else None
+            return lambda: "was notified by termination_watcher_fn that it will be terminated" if ask() else None
         if not is_on_gce:
             return None
         gce.termination_notice()  # Raises if this is no machine of GCE.

@@ -115,7 +115,7 @@ def refuse_existing(file: Path) -> None:
         raise CheckpointError(
             f"a checkpoint as {_short(file)}",
             "the file exists already.",
-            "use another path or number; or delete the file, if nobody needs it",
+            "use another path or number; or delete the file, if it is not needed",
         )
 
 
@@ -415,10 +415,10 @@ def _is_file(file: Path) -> bool:
 
 
 _FOREIGN = {
-    ".weights.h5": ("the path is that of weights of Keras", "model.load_weights({path!r})"),
-    ".keras": ("the path is that of a model of Keras", "keras.models.load_model({path!r})"),
-    ".h5": ("the path is that of a model of Keras", "keras.models.load_model({path!r})"),
-    "": ("the path is that of a file which Phalanx has not written", "the path that save returned"),
+    ".weights.h5": ("the path belongs to Keras weights", "model.load_weights({path!r})"),
+    ".keras": ("the path belongs to a Keras model", "keras.models.load_model({path!r})"),
+    ".h5": ("the path belongs to a Keras model", "keras.models.load_model({path!r})"),
+    "": ("Phalanx has not written the file at this path", "the path that save returned"),
 }
 """What files of other programs are, by the ends of their names, and how to read them."""
 
@@ -427,7 +427,7 @@ def _foreign(path: str) -> tuple[str, str] | None:
     """Returns what a path leads to instead of a checkpoint, and a hint. None if there is nothing."""
     if _is_file(Path(f"{path}.index")):
         what, hint = (
-            "the path is that of a checkpoint of TensorFlow",
+            "the path belongs to a TensorFlow checkpoint",
             "tf.train.load_checkpoint({path!r}), and assign the arrays",
         )
     elif _is_file(Path(path)):

@@ -134,7 +134,7 @@ class EvaluatorProcess:
         self._restarts += 1
         pause_s = self._patience.pause_s(self._restarts)
         self._due_s = time.monotonic() + pause_s
-        self._say(f"{how}. It alone starts again in {pause_s:g} s: {self._restarts} of {limit}.")
+        self._say(f"{how}. It alone restarts in {pause_s:g} s: {self._restarts} of {limit}.")
 
     def _wait(self, name: str) -> None:
         self._say(f"The workers have ended. {name} has {self._patience.grace_s:g} s to finish.")

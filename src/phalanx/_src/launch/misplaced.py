@@ -46,7 +46,7 @@ def warning_of(command: str, target: Sequence[str], moved: Sequence[str], remain
       remaining: arguments of the script.
     """
     return (
-        f"phalanx: {shlex.join(moved)} stands after {target[-1]}, so the script gets it and {command} does not.\n"
+        f"phalanx: {shlex.join(moved)} comes after {target[-1]}, so it is passed to the script and not to {command}.\n"
         f"HINT: {command} {shlex.join([*moved, *target, *remaining])}"
     )
 

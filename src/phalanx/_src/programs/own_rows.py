@@ -305,7 +305,7 @@ def warn_of_padding(what: object) -> None:
       what: the first operation that differs.
     """
     warn_of_slip(
-        f"replicas with different numbers of rows do not exchange the same in a step: {what}. So this step computes padded rows too, "
+        f"replicas with different numbers of rows exchange different arrays in a step: {what}. So this step computes padded rows too, "
         "and only Keras losses and metrics exclude them.",
         "the same collective operations for any number of rows, outside of loops and branches; or drop_remainder=True",
     )

@@ -113,7 +113,7 @@ def variables_of(method: str, thing: object) -> list[Variable]:
 def mesh_of(topology: Topology) -> Shown:
     """Returns a table of the devices of each replica: one row per replica, one column per device of a replica."""
     if not topology.has_devices:
-        return "1 replica, where JAX puts it", ["replica"], [["0"]]
+        return "1 replica, on JAX's default device", ["replica"], [["0"]]
     count = topology.num_replicas
     title = f"{count} replica{'s' * (count > 1)}" + "".join(f" x {name} of {size}" for name, size in topology.axes)
     sizes = [size for _, size in topology.axes]

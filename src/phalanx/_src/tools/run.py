@@ -28,7 +28,7 @@ from phalanx._src.tools.command_line import (
 )
 from phalanx.errors import InvalidArgumentError
 
-_NO_PROFILE = "none, because no worker has made {} training steps under a strategy"
+_NO_PROFILE = "none, because no worker has run {} training steps under a strategy"
 
 
 @click.command(context_settings={"allow_interspersed_args": False})

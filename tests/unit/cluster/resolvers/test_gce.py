@@ -81,8 +81,8 @@ def test_the_real_client_of_google():
     [
         ("maintenance-event", "NONE", None),
         ("maintenance-event", "MIGRATE_ON_HOST_MAINTENANCE", None),
-        ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE", "is told by GCE that its host will be shut down"),
-        ("preempted", "TRUE\n", "is told by GCE that its machine is preempted"),
+        ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE", "was notified by GCE that its host will be shut down"),
+        ("preempted", "TRUE\n", "was notified by GCE that its machine is preempted"),
     ],
 )
 def test_notices_of_the_metadata_server(metadata, monkeypatch, name, answer, notice):

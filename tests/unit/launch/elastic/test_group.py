@@ -96,7 +96,7 @@ def test_place_stays_empty_after_failures_without_a_step(run):
     assert outcome.exit_code == 3, said
     assert said.count("worker 1 exited with code 3.") == said.count("worker 1 starts again.") == 2
     # The rendezvous reports at the same time that too few are left.
-    empty = "worker 1 exited with code 3. It has failed 3 times without a step of the group, so its place stays empty."
+    empty = "worker 1 exited with code 3. It has failed 3 times without a step of the group, so it is not replaced."
     assert said.count(empty) == 1
     assert said.index(empty) > max(i for i, text in enumerate(said) if text == "worker 1 starts again.")
     assert report(outcome).startswith("worker 1 failed first: it exited with code 3")

@@ -275,7 +275,7 @@ def test_nobody_has_the_variables(hall):
     hang_up(first)
     meeting(second, [-1, 0, 0])
     wait_until(lambda: found.killed)
-    assert found.killed[0] == (1, "nobody who has the variables of the training is left")
+    assert found.killed[0] == (1, "no process that has the variables is left")
 
 
 def test_message_that_cannot_be_understood(hall):

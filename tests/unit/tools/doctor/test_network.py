@@ -25,13 +25,13 @@ NOWHERE = "no.such.host.invalid"
         (
             (f"{LOOPS}:1", "host1:1"),
             0,
-            f"PASS names: {LOOPS} leads back to its machine (127.0.0.1), so rank 0 listens at all",
+            f"PASS names: {LOOPS} resolves to its own machine (127.0.0.1), so rank 0 listens at all",
         ),
-        ((f"{LOOPS}:1", f"{LOOPS}:2"), 1, f"PASS names: {LOOPS} leads back to its machine (127.0.0.1)"),
+        ((f"{LOOPS}:1", f"{LOOPS}:2"), 1, f"PASS names: {LOOPS} resolves to its own machine (127.0.0.1)"),
         (
             (f"{LOOPS}:1", "host1:1"),
             1,
-            f"FAIL names: on the machine of rank 1, {LOOPS} is 127.0.0.1, which leads back to that",
+            f"FAIL names: on the machine of rank 1, {LOOPS} is 127.0.0.1, which is that",
         ),
         ((f"{NOWHERE}:1", "host1:1"), 1, f"FAIL names: rank 1 does not find {NOWHERE}, the host of rank 0: "),
         (("192.0.256:1", "host1:1"), 1, "PASS names: rank 1 finds 192.0.256 at 192.0.1.0."),

@@ -12,7 +12,7 @@ from phalanx._src.cluster.connections.secret import TOKEN
 from phalanx._src.cluster.spec import ClusterSpec, addresses_of_workers, host_and_port
 
 _PROOF = f"processes that prove that they know {TOKEN}"
-_CLAIMED = "anyone connects; within seconds, what no member of the group claims is ended and named"
+_CLAIMED = "anyone; connections that no worker claims are closed and reported within seconds"
 
 
 class Opening(NamedTuple):
@@ -81,4 +81,4 @@ def _of_servers(chief: str, addresses: Sequence[str]) -> list[Opening]:
 def _at(address: str) -> str:
     if is_loopback(address):
         return "127.0.0.1"
-    return f"the address {host_and_port(address)[0]}; all if that name leads back to the machine"
+    return f"the address {host_and_port(address)[0]}; all if that name resolves to a loopback address"

@@ -16,8 +16,8 @@ from phalanx.errors import ClusterSourceError, ClusterTypeError, arguments, show
 
 _METADATA_TIMEOUT_S = 5.0
 _NOTICES = {
-    ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE"): "is told by GCE that its host will be shut down",
-    ("preempted", "TRUE"): "is told by GCE that its machine is preempted",
+    ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE"): "was notified by GCE that its host will be shut down",
+    ("preempted", "TRUE"): "was notified by GCE that its machine is preempted",
 }
 
 

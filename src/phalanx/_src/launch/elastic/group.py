@@ -198,7 +198,7 @@ class ElasticGroup(Group):
         how = f"{place.spec.name} {in_words(place.process.ending().code)}."
         if place.failures == self._patience.max_restarts:
             times = place.failures + 1
-            self._tell_user(f"{how} It has failed {times} times without a step of the group, so its place stays empty.")
+            self._tell_user(f"{how} It has failed {times} times without a step of the group, so it is not replaced.")
             return
         self._tell_user(how)
         place.failures += 1
@@ -207,5 +207,5 @@ class ElasticGroup(Group):
     def _kill(self, number: int, why: str) -> None:
         for place in self._places:
             if place.spec.task.index == number and place.process.is_alive:
-                self._tell_user(f"{place.spec.name} is ended: {why}.")
+                self._tell_user(f"Ending {place.spec.name}: {why}.")
                 place.process.kill()

@@ -66,7 +66,7 @@ class RemoteRendezvous(threading.Thread):
                 self._hear(parsed(line))
         if not self._standing.has_finished:
             # Nobody is left who could bring the processes of this machine together again.
-            why = f"the launcher at {self.address}, which brings the workers of all machines together, is gone"
+            why = f"the launcher at {self.address}, which coordinates all machines, is gone"
             self._standing = replace(self._standing, gone=(), hopeless=why)
 
     def _hear(self, message: dict[str, Any]) -> None:

@@ -279,7 +279,7 @@ class Rendezvous(threading.Thread):
         if missing := [m for m in survivors if not m.ready]:
             self._wake(missing, now_s)
         elif all(m.ready["progress"][0] < 0 for m in came if m.ready):
-            self._end_all("nobody who has the variables of the training is left")
+            self._end_all("no process that has the variables is left")
         elif len(came) + len(newcomers) >= self._least or self._launchers.has_finished:
             self._form(came, sorted(newcomers, key=lambda m: m.number))
         elif not self._launchers.hopeless(self._least):

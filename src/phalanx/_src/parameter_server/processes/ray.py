@@ -186,7 +186,7 @@ class RayCluster:
             return [actors[name] for name in names]
         if actors:
             _log.warning(
-                "These parameter servers of the last start are there: %s. This start needs: %s. New ones take their place, "
+                "Found these parameter servers of the last start: %s. This start needs: %s. New servers replace them, "
                 "without their values.",
                 "; ".join(sorted(actors)),
                 "; ".join(names),

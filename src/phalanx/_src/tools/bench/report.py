@@ -34,7 +34,7 @@ def print_table(measured: Measured) -> None:
 def print_comparison(before: Measured, after: Measured) -> None:
     """Prints how two measurements differ."""
     shown = table(
-        f"{before.script}\n{after.script}\nSteps per second before and after, and how many milliseconds each part of a step has become longer"
+        f"{before.script}\n{after.script}\nSteps per second before and after, and how much longer each part of a step takes, in ms"
     )
     for column in ("devices", "before", "after", "ratio", *NAMES, "rounds before", "rounds after"):
         is_text = column == "devices" or column.startswith("rounds")

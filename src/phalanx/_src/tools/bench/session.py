@@ -176,15 +176,15 @@ def _run(script: Script, processes: int, devices: int, options: Options) -> list
         except subprocess.TimeoutExpired as e:
             raise StartupError(
                 f"{script.target} with {in_words(processes, devices)}",
-                f"it has not made {calls} steps in {options.timeout_s:g} s.",
+                f"it has not run {calls} steps in {options.timeout_s:g} s.",
                 "phalanx bench --steps 10, or a longer --timeout-seconds",
             ) from e
         files = sorted(Path(folder).glob("moments.*"))
         if len(files) < processes:
             call, output = f"{script.target} with {in_words(processes, devices)}", (done.stdout + done.stderr).rstrip()
             if done.returncode == TOO_FEW:
-                what = f"it has not made {calls} training steps, {_WARM_UP} of them to warm up"
-                hint = "a longer training by fit or strategy.run, or a smaller phalanx bench --steps"
+                what = f"it has not run {calls} training steps, {_WARM_UP} of them to warm up"
+                hint = "a longer run of fit or strategy.run, or a smaller phalanx bench --steps"
             else:
                 what = f"it has failed with exit code {done.returncode}"
                 hint = f"phalanx run --workers {processes} --devices-per-worker {devices} {script.target}"

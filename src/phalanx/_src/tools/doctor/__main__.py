@@ -113,7 +113,11 @@ def main(arguments: Sequence[str]) -> int:
         print(Check("handshake", False, f"{e.asked}: {e.found}", e.hint), flush=True)
         return 1
     workers = strategy.topology.num_workers
-    met = "this is an evaluator, which joins nobody." if _is_evaluator(resolver) else f"{workers} processes have met."
+    met = (
+        "this is an evaluator, which joins nobody."
+        if _is_evaluator(resolver)
+        else f"{workers} processes have connected."
+    )
     print_on_chief(Check("handshake", True, met), flush=True)
     addresses = addresses_of_workers(resolver.cluster_spec()) if workers > 1 else []
     try:

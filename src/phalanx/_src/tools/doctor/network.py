@@ -69,9 +69,9 @@ def check_name(addresses: Sequence[str], rank: int) -> Check | None:
         return Check("names", True, f"rank {rank} finds {host} at {place}.")
     if host == this_host:
         return Check(
-            "names", True, f"{host} leads back to its machine ({place}), so rank 0 listens at all addresses of it."
+            "names", True, f"{host} resolves to its own machine ({place}), so rank 0 listens at all its addresses."
         )
-    finding = f"on the machine of rank {rank}, {host} is {place}, which leads back to that machine instead of rank 0."
+    finding = f"on the machine of rank {rank}, {host} is {place}, which is that machine itself, not rank 0."
     return Check(
         "names", False, finding, f"write the address by which others reach {host} into /etc/hosts of that machine"
     )
