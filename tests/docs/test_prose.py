@@ -34,7 +34,7 @@ PHRASES = {
     rf"\b([Aa]ny?|[Aa]|no) {_OBJECT} of {_LIBRARY}\b(?!')": "a JAX error",
     rf"\b{_OBJECT}s of {_LIBRARY}\b(?!'| 1)": "JAX errors",
     r"\b(makes?|made|making) (no|one|the next|\d[\d.,]*) (of the )?steps?\b": "takes, or runs",
-    r"\bare not here\b": "that you don't have",
+    r"\b(are|is) not here\b": "that you don't have",
     r"\bwithout a word\b": "without an error message, or a warning",
     r"\b[Aa] training\b(?! (batch|cluster|function|job|loop|program|run|script|set|state|step))": "a training run",
     r"\b[Tt]rainings\b": "training runs",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What to write instead of a name of tf.estimator that is not here."""
+"""What to write instead of a name of tf.estimator that Phalanx does not have."""
 
 _NO_GRAPH = "return arrays from the input_fn; a JAX program has neither placeholders nor sessions"
 _MODEL_FN = "a model_fn with Keras layers"

@@ -9,6 +9,6 @@ launch() {
 export -f launch requeue
 
 export PHALANX_RESTART=${SLURM_RESTART_COUNT:-0}
-# Each node has one launcher, which starts its worker again. They meet on the first node, and go on without a node that is lost.
+# Each node has one launcher, which starts its worker again. They meet on the first node, and continue without a node that is lost.
 srun --label --no-kill --kill-on-bad-exit=0 --distribution=block --cpus-per-task=<cores> bash -c 'launch "$@"' launch <command> &
 wait_for_step $!

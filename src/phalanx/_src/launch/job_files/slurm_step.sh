@@ -4,6 +4,6 @@ for restart in $(seq 0 <restarts>); do
   srun --label --kill-on-bad-exit=1 --distribution=block --cpus-per-task=<cores> <command> &
   wait_for_step $!
   if [ "$code" -eq 0 ]; then break; fi
-  # 42: the workers were told to end, and have saved.
+  # 42: the workers were asked to exit, and saved first.
   if [ "$code" -eq 42 ]; then requeue; break; fi
 done

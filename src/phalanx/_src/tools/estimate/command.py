@@ -39,7 +39,7 @@ def estimate(  # noqa: PLR0917
     target: str,
     arguments: Sequence[str],
 ) -> None:
-    """Predicts a step of SCRIPT on hardware that is not here.
+    """Predicts a step of SCRIPT on hardware that you don't have.
 
     Runs SCRIPT on CPUs until its first training step, which the real compiler then compiles for each topology. Nothing runs
     there. A replica gets as many rows as a replica of SCRIPT has with --devices. The exit code is 0 if the step fits everywhere, and 3 if
