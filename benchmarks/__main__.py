@@ -55,7 +55,7 @@ def main() -> None:
     """Runs the benchmarks that are named, or all."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="name", help=f"some of {', '.join(MODULES)}; none means all")
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds: to see that it works")
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
     parser.add_argument(
         "--rounds",
         type=int,
