@@ -129,3 +129,12 @@ def test_messages_have_none_of_the_phrases():
     modules = sorted((ROOT / "src").rglob("*.py"))
     messages = [m for path in modules for m in phrases_in(messages_in(path.read_text("utf-8")), PHRASES, path)]
     assert not messages, "\n".join(messages)
+
+
+def test_sentences_do_not_continue_a_code_block():
+    """A code block is not the subject of the sentence below it, because the block may scroll or be copied alone."""
+    continued = []
+    for page in PAGES:
+        parts = (ROOT / page).read_text(encoding="utf-8").split("\n```")
+        continued += [f"{page}: {text.strip()[:60]}" for text in parts[2::2] if re.match(r"\n\n?[a-z]", text)]
+    assert continued == []
