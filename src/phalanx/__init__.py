@@ -91,7 +91,7 @@ _ROOMS = (
 
 
 def _meant(name: str) -> str:
-    """Returns what to write instead of a missing name: the same name in a submodule, or the nearest name."""
+    """Returns a hint for a missing name: the same name in a submodule, or the nearest name."""
     if name == "distribute":
         return "phalanx itself has the names of tf.distribute, for example phalanx.MirroredStrategy"
     rooms = {f"phalanx.{room}": importlib.import_module(f"phalanx.{room}") for room in _ROOMS}

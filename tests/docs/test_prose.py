@@ -52,6 +52,7 @@ PAGE_PHRASES = PHRASES | {
     r"(?<![Tt]here )\b(is|are) no (?!longer|more|less|such|need|other)[a-z]+\b(?! left)": "is not a",
 }
 SOURCE_PHRASES = PHRASES | {
+    r"^Returns what\b": "the noun that is returned",
     r"^(Lets|Says|Where|Which)\b": "a verb such as Returns, Records or Rejects",
     r"\bsomebody\b": "the user, the caller, or the passive",
     r"\bbe asked for\b": "be requested, or what the function returns",

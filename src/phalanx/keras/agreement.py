@@ -76,7 +76,7 @@ def settle_epoch(model: keras.Model, callbacks: Sequence[Callback], topology: To
 
 
 def _states_of(model: keras.Model, callbacks: Sequence[Callback]) -> States:
-    """Returns what must be equal in all processes. Callbacks first, because they set the learning rate."""
+    """Returns the values that must be equal in all processes. Callbacks first, because they set the learning rate."""
     optimizers = [o for o in getattr(model.optimizer, "optimizers", [model.optimizer]) if o is not None]
     owners = [(c, _steering_of(c)) for c in callbacks]
     # The text of a number of 32 bits is shorter than that of the same number with 64 bits.

@@ -103,7 +103,7 @@ class ScalarCallback(BatchCounter):
         return {**(values or {}), **speed}
 
     def _step_times(self) -> dict[str, Any]:
-        """Returns what is known of the steps of each process, if the speed is written and there are several."""
+        """Returns the step times of each process, if the speed is written and there are several."""
         times = step_times() if self._writes_speed else []
         return {f"rank_{t.rank}_{name}": value for t in times for name, value in asdict(t).items() if name != "rank"}
 

@@ -168,7 +168,7 @@ class Restoration:
             OPEN.append(self)
 
     def _match(self, start: Sequence[tuple[Any, str]]) -> list[_Match]:
-        """Returns what can be restored below the objects of `start`, and was not restored yet."""
+        """Returns the values below the objects of `start` that can be restored and are not restored yet."""
         matches: list[_Match] = []
         problems = [self._difference(owner, place) for owner, place in start]
         lacking: list[NamedValue] = []
@@ -406,7 +406,7 @@ class Restoration:
         return bool(self._used)
 
     def differences(self) -> tuple[list[str], list[str]]:
-        """Returns what the checkpoint contains and the program lacks, and the reverse, as far as is known before objects get variables."""
+        """Returns the names that only the checkpoint or only the program has, as far as is known before objects get variables."""
         growing = {path for owner, path in self._places.items() if not getattr(owner, "built", True)}
         left = [path for path in self.unused() if not growing.intersection(_folders([path]))]
         lacking = [path for path in self._lacking if path not in self._used]

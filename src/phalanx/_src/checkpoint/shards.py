@@ -74,7 +74,7 @@ class Division(NamedTuple):
 
     @classmethod
     def of_notes(cls, notes: Sequence[Any]) -> "Division":
-        """Returns what was stored as JSON.
+        """Returns the value that was stored as JSON.
 
         Raises:
           TypeError, ValueError: the notes are not those of a division.

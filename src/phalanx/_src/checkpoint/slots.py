@@ -35,7 +35,7 @@ class StoredSlots:
         self.problems: list[str] = []
 
     def keys_of(self, place: str, variables: list[Variable], paths: IdentityMap[str]) -> list[str]:
-        """Returns what follows the kind in the names of the slots of some variables.
+        """Returns the ends of the names of the slots of some variables, after the kind.
 
         Args:
           place: the name of the optimizer.

@@ -424,7 +424,7 @@ _FOREIGN = {
 
 
 def _foreign(path: str) -> tuple[str, str] | None:
-    """Returns what a path leads to instead of a checkpoint, and a hint. None if there is nothing."""
+    """Returns the kind of file at a path that is not a checkpoint, and a hint. None if there is nothing."""
     if _is_file(Path(f"{path}.index")):
         what, hint = (
             "the path belongs to a TensorFlow checkpoint",

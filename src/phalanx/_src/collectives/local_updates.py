@@ -255,7 +255,7 @@ def gradients_of(local: LocalUpdates, grads: Sequence[Any], num_replicas: int) -
 
 
 def synchronizations(local: LocalUpdates, applied: Applied) -> Iterator[Synchronization]:
-    """Returns what is to be synchronized after an optimizer was applied."""
+    """Returns the synchronization to run after an optimizer was applied."""
     return local._synchronizations(applied)
 
 

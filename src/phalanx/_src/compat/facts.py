@@ -52,14 +52,14 @@ _facts: dict[int, tuple[weakref.ref[Any], ObjectFacts]] = {}
 
 
 def facts_of(owner: object) -> ObjectFacts:
-    """Returns what is known about a variable or a layer, to read it."""
+    """Returns the facts about a variable or a layer, to read them."""
     known = _facts.get(id(owner))
     # A copy of a variable, and a variable at the address of one that is being collected, have no facts.
     return known[1] if known is not None and known[0]() is owner else _NOTHING
 
 
 def note_facts(owner: object) -> ObjectFacts:
-    """Returns what is known about a variable or a layer, to add to it."""
+    """Returns the facts about a variable or a layer, to add to them."""
     facts = facts_of(owner)
     if facts is _NOTHING:
         facts, key = ObjectFacts(), id(owner)

@@ -269,7 +269,7 @@ class DistributedIterator(AbstractIterator):
         return self._state
 
     def state_at(self, position: State) -> State:
-        """Returns what `get_state` returned when `position` was the position. All workers must call it."""
+        """Returns the result of `get_state` when `position` was the position. All workers must call it."""
         state = positions.marked(position, self._plan.source.facts)
         return positions.of_all_workers(state, self._topology.exchange_input) if self._plan.agreed else state
 

@@ -94,7 +94,7 @@ class Order:
         return all(callable(getattr(self._data, name, None)) for name in ("get_state", "set_state"))
 
     def take(self) -> State:
-        """Returns what decides the order now. Nothing may be read at the same time."""
+        """Returns the state that determines the order now. Nothing may be read at the same time."""
         if self._has_state:
             return {"generators": generators(), "state": self._data.get_state()}
         assert self._fresh is not None

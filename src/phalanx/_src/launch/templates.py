@@ -82,7 +82,7 @@ def _filled(file: str, values: Mapping[str, str]) -> str:
 
 
 def _command(request: Request, max_restarts: int, grace_s: int) -> tuple[str, ...]:
-    """Returns what each node or pod runs: the script, or the launcher of an elastic group."""
+    """Returns the command of each node or pod: the script, or the launcher of an elastic group."""
     if request.least_workers is None:
         return request.command("python")
     workers = ("--workers", f"{request.least_workers}:{request.workers}")

@@ -107,7 +107,7 @@ def parse_device(name: str | jax.Device) -> jax.Device:
 
 
 def _how_to_get(platform: str, index: int, *, has_some: bool) -> str:
-    """Returns what makes JAX find a device that it has not found.
+    """Returns a hint that makes JAX find a missing device.
 
     Args:
       platform: the first part of its name.

@@ -64,7 +64,7 @@ class ComponentSizes:
         return real
 
     def cut(self, component: PyTree, replica: int) -> PyTree:
-        """Returns what is real of the component of a replica."""
+        """Returns the real rows of the component of a replica."""
         return component[tuple(map(slice, self.sizes[replica]))]
 
     def without_dims(self, count: int) -> "ComponentSizes":
@@ -432,7 +432,7 @@ def first_steps(value: object, count: int) -> PyTree:
 
 
 def flatten(tree: PyTree) -> tuple[list[Any], Any]:
-    """Returns what `flattened` does, with distributed values as leaves."""
+    """Returns the result of `flattened`, with distributed values as leaves."""
     return flattened(tree, is_distributed)
 
 

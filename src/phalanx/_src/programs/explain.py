@@ -187,7 +187,7 @@ def _tensorflow(error: Exception) -> TraceError:
 
 
 def _counterpart(name: str, line: str) -> str:
-    """Returns what to write instead of a name of TensorFlow."""
+    """Returns the replacement of a TensorFlow name."""
     last = name.rpartition(".")[2]
     if name in ("gradient", "watch", "jacobian") or "GradientTape" in line:
         return "with phalanx.GradientTape() as tape:"
@@ -231,7 +231,7 @@ def call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) ->
 
 
 def _arguments_of(fn: Callable[..., Any], args: Sequence[Any]) -> str:
-    """Returns what to write for `args`, after a call with the wrong number of arguments."""
+    """Returns a hint for `args`, after a call with the wrong number of arguments."""
     try:
         names = list(inspect.signature(fn).parameters)
     except (TypeError, ValueError):  # Some functions written in C have no signature.

@@ -209,7 +209,7 @@ class Program:
                 self._called = None
 
     def _shapes(self, arguments: Arguments) -> list[Any]:
-        """Returns what describes the inputs of the program. Python numbers describe themselves."""
+        """Returns the descriptions of the inputs of the program. Python numbers describe themselves."""
         pairs, topology = zip(arguments.arrays, arguments.sharded, strict=True), self._topology
         return [
             shape_dtype(

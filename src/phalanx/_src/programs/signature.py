@@ -55,7 +55,7 @@ def require_equal(discovery: Discovery, inputs: Sequence[Arguments], topology: T
 
 
 def _signature(discovery: Discovery, inputs: Sequence[Arguments]) -> dict[str, list[str]]:
-    """Returns what the processes compare: the types of arguments, variables and results, and all operations."""
+    """Returns the signature that the processes compare: the types of arguments, variables and results, and all operations."""
     operations = list(_operations(discovery.jaxpr.jaxpr))
     return {
         "argument": [_of_argument(*x) for i in inputs for x in zip(i.arrays, i.sharded, strict=True)],

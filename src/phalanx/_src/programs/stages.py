@@ -84,7 +84,7 @@ class StagedTrace:
         return [isinstance(v, jex.Var) and v in reached for v in self.jaxpr.outvars]
 
     def carried(self, number: int) -> list[jex.Var]:
-        """Returns what a part computes and a later one reads."""
+        """Returns the values that a part computes and a later part reads."""
         return [v for eqn in self.stages[number].part for v in eqn.outvars if self._last_reads.get(v, 0) > number]
 
 
@@ -448,7 +448,7 @@ def _require_same_interface(first: StagedTrace, other: StagedTrace) -> None:
 
 
 def _described(eqn: jex.JaxprEqn) -> tuple[Any, ...]:
-    """Returns what identifies an exchange, apart from the names of its variables."""
+    """Returns the key of an exchange, apart from the names of its variables."""
     inner = [str(jaxpr) for jaxpr in jex.jaxprs_in_params(eqn.params)]
     return (
         eqn.primitive.name,

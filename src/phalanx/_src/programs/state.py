@@ -225,7 +225,7 @@ class _Variables:
         return parts
 
     def shapes(self) -> Group:
-        """Returns what describes the arrays and components that `take` returns."""
+        """Returns the description of the arrays and components that `take` returns."""
         topology = self._topology
         arrays: list[Any] = [self._shape(v) for v in self.variables]
         parts = [

@@ -237,7 +237,7 @@ class Strategy(AbstractInputs, AbstractResults):
         return Scope(self)
 
     def _notes(self) -> Sequence[str]:
-        """Returns what the user learns at the first scope: the devices that train."""
+        """Returns the line that the user sees at the first scope: the devices that train."""
         return [self.topology.summary] if self.topology.has_devices else []
 
     @final

@@ -107,7 +107,7 @@ class Discovery(Notes):
         jaxpr: jex.ClosedJaxpr,
         outputs: PyTree,
     ) -> "Discovery":
-        """Returns what a finished pass found.
+        """Returns the findings of a finished pass.
 
         Args:
           tracing: the pass.

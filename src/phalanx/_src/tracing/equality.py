@@ -86,7 +86,7 @@ def _marks(closed: jex.ClosedJaxpr) -> dict[str, list[object]]:
 
 
 def _literal(value: Any) -> object:
-    """Returns what identifies a constant in all traces."""
+    """Returns the key of a constant in all traces."""
     if isinstance(value, jax.core.Tracer) or jnp.issubdtype(jnp.result_type(value), jax.dtypes.extended):
         return id(value)
     array = np.asarray(value)

@@ -128,7 +128,7 @@ _NOTHING = Recording()
 
 
 def current_recording() -> Recording:
-    """Returns what this thread records now. The default step is what it is now, if it is no variable."""
+    """Returns the recording settings of this thread. The default step is read now, unless it is a variable."""
     if defaults.writer is None and defaults.condition is True:
         return _NOTHING
     key, step = recording_key(), defaults.step

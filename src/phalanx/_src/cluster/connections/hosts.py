@@ -27,7 +27,7 @@ def joined(host: str, port: int) -> str:
 
 
 def shares_files() -> str:
-    """Returns what is equal in processes that see the same files as the same user: this user, machine and view of its file systems."""
+    """Returns a text that is equal in processes that see the same files as the same user: this user, machine and view of its file systems."""
     about = [str(os.getuid())]
     for path in ("/proc/sys/kernel/random/boot_id", "/proc/self/ns/mnt"):  # Other systems than Linux have none.
         with suppress(OSError):

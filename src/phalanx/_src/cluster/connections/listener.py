@@ -368,7 +368,7 @@ def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
 def read_line(connection: socket.socket, deadline_s: float) -> bytes:
     """Returns the bytes up to the end of the first line. The bytes after it belong to another reader and stay unread.
 
-    Returns what has arrived if the other end closes the connection, has not finished the line at the deadline of `time.monotonic`, or
+    Returns the received bytes if the other end closes the connection, has not finished the line at the deadline of `time.monotonic`, or
     sends something else than JSON, because then there may be no line.
     """
     line = b""

@@ -32,7 +32,7 @@ class Opening(NamedTuple):
 
 
 def openings(spec: ClusterSpec, *, is_elastic: bool = False) -> list[Opening]:
-    """Returns what the processes of a cluster open.
+    """Returns the ports that the processes of a cluster open.
 
     Args:
       spec: the cluster. Empty for a process alone.

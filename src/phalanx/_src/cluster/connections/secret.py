@@ -42,7 +42,7 @@ class Secret:
         self._key, self.origin = os.fsencode(token), origin
 
     def proof(self, *parts: str) -> str:
-        """Returns what only a process that knows the secret can compute from these texts."""
+        """Returns a proof that only a process that knows the secret can compute from these texts."""
         # The lengths keep ("ab", "c") and ("a", "bc") apart.
         message = "".join(f"{len(part)}:{part}" for part in parts)
         return hmac.new(self._key, message.encode(errors="surrogatepass"), hashlib.sha256).hexdigest()

@@ -26,7 +26,7 @@ class LoneTask:
 
 
 def lone_task(environ: Mapping[str, str]) -> LoneTask | None:
-    """Returns what this process is to its launcher, if the environment does not describe a cluster but tells of other processes.
+    """Returns the rank of this process in its launcher, if the environment does not describe a cluster but tells of other processes.
 
     Example:
       >>> print(lone_task({"PMI_RANK": "1", "PMI_SIZE": "2"}).launch)

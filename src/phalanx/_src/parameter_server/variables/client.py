@@ -90,7 +90,7 @@ class Servers:
         self._snapshots = None if snapshot_every_s is None else _Snapshots(self, snapshot_every_s)
 
     def _take_over(self) -> list[Inventory]:
-        """Returns what the servers of a dead coordinator hold. Its workers cannot push to them any more.
+        """Returns the variables on the servers of a dead coordinator. Its workers cannot push to them any more.
 
         Ends the servers, and returns an empty list, if one of them has died.
 

@@ -236,7 +236,7 @@ def this_machine() -> dict[str, str]:
 
 
 def read(path: str) -> Measured:
-    """Returns what a file of JSON holds.
+    """Returns the content of a JSON file.
 
     Raises:
       InvalidArgumentError: it is not such a file.

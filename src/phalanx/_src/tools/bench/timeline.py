@@ -171,7 +171,7 @@ class Result:
         return f"bound by {about.format(slowest=slowest)} ({share[worst]:.0%} of the step): {advice}"
 
     def as_json(self) -> dict[str, Any]:
-        """Returns what a file of JSON holds."""
+        """Returns the content of a JSON file."""
         return {**asdict(self), "name": self.name, "verdict": self.verdict}
 
 

@@ -159,7 +159,7 @@ class _Side:
 
 
 def _difference(first: Any, second: Any) -> tuple[str, str, str] | None:
-    """Returns what stands in the columns of the two checkpoints, and how far apart they are. None if nothing differs."""
+    """Returns the columns of the two checkpoints, and how far apart they are. None if nothing differs."""
     about = _about(first), _about(second)
     if first is _MISSING or second is _MISSING:
         return *about, "missing"
@@ -175,7 +175,7 @@ def _difference(first: Any, second: Any) -> tuple[str, str, str] | None:
 
 
 def _order(name: str) -> list[tuple[int, str]]:
-    """Returns what names are sorted by: `variables/2` comes before `variables/10`."""
+    """Returns the key by which names are sorted: `variables/2` comes before `variables/10`."""
     return [(int(part) if part.isdigit() else -1, part) for part in name.split("/")]
 
 

@@ -140,7 +140,7 @@ class UsedNames:
                 pending += self._refer(access.node, access.referents, binding)
 
     def reference(self, node: cst.CSTNode) -> Reference | None:
-        """Returns what a chain of names stands for in TensorFlow, or None."""
+        """Returns the TensorFlow name of a chain of names, or None."""
         return self._references.get(id(node))
 
     def paths(self) -> set[str]:

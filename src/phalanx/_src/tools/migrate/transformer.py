@@ -178,7 +178,7 @@ class Transformer(cst.CSTTransformer):
         return new
 
     def _replaced(self, original: cst.Name | cst.Attribute, updated: cst.BaseExpression) -> cst.BaseExpression:
-        """Returns what stands for a name that is not called."""
+        """Returns the replacement of a name that is not called."""
         reference = self._names.reference(original)
         if reference is None or id(original) in self._called:
             return updated
