@@ -213,7 +213,7 @@ def test_named_tuples_as_padding_are_refused_by_all():
 
     first, second = together(2, work)
     assert first == second
-    assert "a worker without rows, beside workers whose batches are PyTreeDef(CustomNode(namedtuple[Row]" in first
+    assert "a worker without rows, while the batches of other workers are PyTreeDef(CustomNode(namedtuple[Row]" in first
 
 
 def test_batch_put_back_comes_again():

@@ -191,10 +191,10 @@ def test_failures_with_some_devices_are_noted(measured, tmp_path):
 @pytest.mark.exhaustive("test_bad_files_are_refused")
 def test_scripts_that_cannot_be_measured(measured):
     for source, limit_s, message in (
-        ("import phalanx", 600, r"it has not made 15 training steps(.|\n)*ended after 0 of 15 steps"),
+        ("import phalanx", 600, r"it has not run 15 training steps(.|\n)*ended after 0 of 15 steps"),
         (fit("model.fit(x, y, batch_size=160, epochs=1, verbose=0)"), 600, r"ended after 4 of 15 steps"),
         ("1 / 0", 600, r"ZeroDivisionError"),
-        ("import signal\nsignal.pause()", 1, r"it has not made 15 steps in 1 s"),
+        ("import signal\nsignal.pause()", 1, r"it has not run 15 steps in 1 s"),
     ):
         with pytest.raises(StartupError, match=message):
             measured(source, devices=1, timeout_s=limit_s)
