@@ -1,6 +1,7 @@
 """The English of pages, docstrings, comments and messages: phrases that were rewritten do not come back."""
 
 import ast
+import inspect
 import io
 import re
 import tokenize
@@ -91,11 +92,11 @@ def test_pages_have_none_of_the_phrases():
 
 
 def prose_in(source):
-    """Returns the docstrings and comment lines of a module, each with its line number, with code left out."""
+    """Returns the docstrings (of variables too) and comment lines of a module, each with its line number, with code left out."""
     texts = [
-        (node.body[0].lineno, ast.get_docstring(node))
+        (node.lineno, inspect.cleandoc(node.value.value))
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)) and ast.get_docstring(node)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     ]
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
     texts += [(token.start[0], token.string.lstrip("# ")) for token in tokens if token.type == tokenize.COMMENT]

@@ -63,7 +63,7 @@ def keys_outside(variables: Iterable[Variable]) -> list[str]:
 
 
 KeysOf: TypeAlias = Callable[[str, list[Variable], IdentityMap[str]], list[str]]
-"""Returns what follows the kind in the names of the slots of the variables that the optimizer at a place trains.
+"""Returns the ends of the names of the slots, after the kind, for the variables that the optimizer at a place trains.
 
 The arguments are the place, the variables, and the names of all variables.
 """

@@ -17,7 +17,7 @@ import numpy as np
 _PIECE = re.compile(r"\d{5}\.safetensors|\.\d{5}\.safetensors\.\w+\.part")
 
 Box = tuple[tuple[int, int], ...]
-"""Where a piece begins and ends in each dim of its array."""
+"""Beginning and end of a piece in each dim of its array."""
 
 
 def folder_of(file: Path) -> Path:

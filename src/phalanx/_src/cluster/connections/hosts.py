@@ -14,7 +14,7 @@ LOOPBACK = "127.0.0.1"
 """The address that only processes on this machine reach."""
 
 PRIVATE = "unix:"
-"""What an address begins with that is no port, in the words of gRPC."""
+"""Prefix of an address that is not a port, as gRPC writes it."""
 
 PROXIES = ("grpc_proxy", "https_proxy", "http_proxy")
 """The variables that name a proxy for gRPC, the strongest first."""

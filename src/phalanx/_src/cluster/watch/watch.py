@@ -49,7 +49,7 @@ The caller or PHALANX_STALL_TIMEOUT_S can override it.
 _TICK_S = 1.0
 _JUDGE_S = 0.1
 _SIGNS = 6
-"""Signs of life in the time after which a silent process counts as standing still."""
+"""Number of signs of life in the time after which a silent process counts as stuck."""
 
 
 @final

@@ -99,7 +99,7 @@ _HARMLESS = frozenset(
         "XLA_PYTHON_CLIENT_PREALLOCATE",
     ]
 )
-"""The variables whose values are shown. Those of the others may be secrets, whatever their names are."""
+"""The variables whose values are shown. Other values may be secrets, whatever their names are."""
 
 _LOGIN, _QUERY = re.compile(r"//[^@\s]*@"), re.compile(r"(://[^?\s]*)\?\S*")
 
