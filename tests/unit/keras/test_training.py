@@ -90,6 +90,15 @@ def test_predict_returns_the_rows_in_order(count, k):
         same(model.predict(X[:rows], batch_size=4, verbose=0), expected[:rows])
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("call", [lambda m, *rows: m.fit(*rows, verbose=0), lambda m, *rows: m.train_on_batch(*rows)])
+def test_rows_of_64_bits_build_a_model_without_a_warning(strategy, call):
+    """It is built with the dtypes that its steps get. JAX warns since version 0.12 if it has to shorten them."""
+    model = under(strategy, compiled(lambda: keras.Sequential([layers.Dense(4)]), metrics=["accuracy"]))
+    call(model, X[:16].astype("float64"), Y[:16].astype("int64"))
+    assert {v.dtype for v in model.trainable_variables} == {"float32"}
+
+
 def test_dropped_model_is_freed(strategy, tmp_path):
     """With its optimizer, its variables, its programs and its callbacks, after all methods with callbacks of every kind."""
     kinds = keras.callbacks

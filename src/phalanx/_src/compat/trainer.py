@@ -137,7 +137,7 @@ def build(model: keras.Model, batch: PyTree, *, has_own_step: bool) -> None:
             _require_targets(model, unpacked(batch)[1])
     try:
         if not has_own_step or type(model).call is not keras.Model.call:
-            model._symbolic_build(data_batch=batch)
+            model._symbolic_build(data_batch=jax.tree.map(_on_device, batch))
             return
     except (RuntimeError, ValueError):
         if not has_own_step:
@@ -285,7 +285,12 @@ def num_rows(adapter: _DataAdapter) -> int:
 
 def build_layers(model: keras.Model, x: PyTree) -> None:
     """Creates the variables of a model without its metrics and optimizer. `x` has the shapes of the inputs."""
-    backend.compute_output_spec(model, jax.tree.map(lambda s: keras.KerasTensor(s.shape, str(s.dtype)), x))
+    backend.compute_output_spec(model, jax.tree.map(_on_device, x))
+
+
+def _on_device(x: Any) -> keras.KerasTensor:
+    """Returns the shape of an array, with the dtype that it gets on a device. JAX 0.12 warns of 64 bits that it shortens."""
+    return keras.KerasTensor(x.shape, str(jax.dtypes.canonicalize_dtype(backend.standardize_dtype(x.dtype))))
 
 
 def needs_batch(model: keras.Model) -> bool:
