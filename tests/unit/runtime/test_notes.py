@@ -34,6 +34,25 @@ def test_script_says_what_it_trains_on(capsys, monkeypatch):
     assert capsys.readouterr() == ("", "Phalanx: 1 replica on cpu:1\n")
 
 
+@pytest.mark.parametrize(
+    "step",
+    [
+        lambda s, data: s.run(lambda: 0),
+        lambda s, data: phalanx.function(lambda: s.run(lambda: 0))(),
+        lambda s, data: s.run_steps(lambda batch: batch, data, 2),
+    ],
+)
+def test_program_without_a_scope_says_what_it_trains_on(capsys, monkeypatch, step):
+    """Once, at the first step: a program of JAX arrays needs no scope."""
+    unconfigure(monkeypatch)
+    strategy = phalanx.MirroredStrategy(DEVICES)
+    data = iter(strategy.experimental_distribute_dataset(np.arange(8.0), batch_size=2))
+    step(strategy, data)
+    step(strategy, data)
+    enter(strategy)
+    assert capsys.readouterr().err == LINE
+
+
 def test_program_that_configures_logging(monkeypatch, capsys, caplog):
     """It decides what becomes of the notes: nothing, or records."""
     unconfigure(monkeypatch)

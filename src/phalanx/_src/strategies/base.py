@@ -231,13 +231,17 @@ class Strategy(AbstractInputs, AbstractResults):
           2
         """
         if not self._is_noted:
-            self._is_noted = True
-            for line in self._notes():
-                note(line)
+            self._note_devices()
         return Scope(self)
 
+    def _note_devices(self) -> None:
+        """Writes the strategy's notes. Called once, at the first scope or step."""
+        self._is_noted = True
+        for line in self._notes():
+            note(line)
+
     def _notes(self) -> Sequence[str]:
-        """Returns the line that the user sees at the first scope: the devices that train."""
+        """Returns the lines that the user sees at the first scope or step: the devices that train."""
         return [self.topology.summary] if self.topology.has_devices else []
 
     @final
@@ -290,6 +294,8 @@ class Strategy(AbstractInputs, AbstractResults):
                     "Strategy.run", self, "call fn(...) directly, because this code already runs in a replica"
                 )
                 context.require_not_running("Strategy.run", "strategy.reduce or strategy.extended.update")
+            if not self._is_noted:
+                self._note_devices()
             if innermost() is None:
                 if hooks:
                     hooks[-1]((args, kwargs))
@@ -351,6 +357,8 @@ class Strategy(AbstractInputs, AbstractResults):
                 with counting_from(i):
                     results.append(self.run(fn, args=(batch,)))
             return jax.tree.map(stacked, *results, is_leaf=is_distributed)
+        if not self._is_noted:
+            self._note_devices()
         if hooks:
             hooks[-1](None)
         batches, count = iterator.next_steps(steps)

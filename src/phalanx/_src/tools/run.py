@@ -97,7 +97,7 @@ def run(
 ) -> None:
     """Runs SCRIPT in every worker of a cluster, on this machine or on the nodes of Ray.
 
-    Each worker gets TF_CONFIG, its devices and its share of the cores. If one fails, all stop; with --workers MIN:MAX, the others continue. If one fails, all stop; with --workers MIN:MAX, the others continue.
+    Each worker gets TF_CONFIG, its devices and its share of the cores. If one fails, all stop; with --workers MIN:MAX, the others continue.
 
     With --evaluator, one more process runs SCRIPT as task 0 of the job `evaluator`, with one device. If it fails, it
     starts again alone, up to 10 times. If it has failed for good and all workers succeed, the exit code is its own.
