@@ -5,7 +5,7 @@ ARG PYTHON=3.12
 
 FROM python:${PYTHON}-slim AS build
 WORKDIR /source
-COPY LICENSE README.md pyproject.toml ./
+COPY LICENSE README.md hatch_build.py pyproject.toml ./
 COPY src src
 RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 

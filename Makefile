@@ -126,7 +126,8 @@ check: $(INSTALLED) ## formatting, linting, types, import contracts, spelling
 docs: $(INSTALLED) ## build the documentation into build/docs/index.html
 	$(BIN)/python -m sphinx -q -W --keep-going -d build/doctrees docs build/docs
 
-# The wheel is built from the sdist, so that the sdist has all that it needs.
+# The wheel is built from the sdist, so that the sdist has all that it needs. For a package index, set PHALANX_REPOSITORY to the address
+# of the repository: the links of the README then work there.
 dist: .venv-dist/.installed ## build the sdist and the wheel into dist/
 	rm -rf dist
 	.venv-dist/bin/python -m build .

@@ -16,6 +16,7 @@ from tests.docs.test_pages import blocks, program_of
 
 ROOT = Path(__file__).parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+REPOSITORY = "https://example.com/owner/phalanx"
 SCRIPT = """\
 import numpy as np
 import phalanx
@@ -46,7 +47,9 @@ def python(tmp_path_factory):
     folder = tmp_path_factory.mktemp("package")
     run = lambda *command: subprocess.run(command, cwd=folder, timeout=300, check=True, capture_output=True)  # noqa: E731
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
-    run(*pip, "wheel", "--no-deps", "--wheel-dir", folder, str(ROOT))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PHALANX_REPOSITORY", f"{REPOSITORY}/")
+        run(*pip, "wheel", "--no-deps", "--wheel-dir", folder, str(ROOT))
     (wheel,) = folder.glob("phalanx-*.whl")
     venv.create(folder / "env")
     new = folder / "env/bin/python"
@@ -99,7 +102,7 @@ def test_wheel_runs_the_programs_of_the_readme(python, tmp_path):
 
 
 def test_wheel_tells_an_index_what_it_is(python):
-    """Licence, versions of Python, extras, what it needs, and the README as its page."""
+    """Licence, versions of Python, extras, what it needs, and the README as its page. Its links lead to files of the tagged commit."""
     (file,) = python.parents[1].glob("lib/python*/site-packages/phalanx-*.dist-info/METADATA")
     metadata = email.message_from_string(file.read_text(encoding="utf-8"))
     assert (metadata["Version"], metadata["License-Expression"]) == (PROJECT["version"], "Apache-2.0")
@@ -111,7 +114,26 @@ def test_wheel_tells_an_index_what_it_is(python):
         re.split(r"[<>]", text)[0] for text in PROJECT["dependencies"]
     }
     assert metadata["Description-Content-Type"] == "text/markdown"
-    assert metadata.get_payload() == (ROOT / "README.md").read_text(encoding="utf-8")
+    page, tag = metadata.get_payload(), f"v{PROJECT['version']}"
+    links = re.findall(r"(!?)\[[^\]]*\]\(([^)#]+)", page)
+    links += [("", text.split(", ")[1]) for text in metadata.get_all("Project-URL") if f"/{tag}/" in text]
+    assert len(links) > 20
+    for mark, address in links:
+        folder = f"{REPOSITORY}/{'raw' if mark else 'blob'}/{tag}/"
+        assert address.startswith(folder)
+        assert (ROOT / address.removeprefix(folder)).is_file(), address
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert page.replace(f"{REPOSITORY}/raw/{tag}/", "").replace(f"{REPOSITORY}/blob/{tag}/", "") == readme
+
+
+def test_image_gets_the_files_that_the_wheel_needs():
+    """What the Dockerfile copies exists, and `.dockerignore` sends it: nothing but what is marked by `!`."""
+    copied = re.findall(r"^COPY (?!--from)(.*) \S+$", (ROOT / "Dockerfile").read_text(encoding="utf-8"), re.MULTILINE)
+    files = {name for names in copied for name in names.split()}
+    ignored = (ROOT / ".dockerignore").read_text(encoding="utf-8").split()
+    assert {name.removeprefix("!") for name in ignored if name.startswith("!")} == files
+    assert all((ROOT / name).exists() for name in files)
+    assert files > {PROJECT["license-files"][0], "README.md", "hatch_build.py", "pyproject.toml", "src"}
 
 
 def test_versions_and_extras_are_the_same_everywhere():
