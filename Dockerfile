@@ -15,7 +15,8 @@ COPY constraints.txt /
 COPY --from=build /wheels /wheels
 RUN pip install --no-cache-dir --constraint /constraints.txt "$(echo /wheels/*.whl)[data,tensorboard]" "jax[${JAX}]" \
     && useradd --create-home --uid 1000 phalanx
-USER phalanx
+# By its number, because a pod that must not run as root accepts no name.
+USER 1000
 WORKDIR /work
 # Without a shell, so that the launcher is process 1 and gets the SIGTERM of `docker stop`. It passes it on to the workers.
 ENTRYPOINT ["phalanx"]

@@ -190,8 +190,9 @@ def test_image_is_that_of_the_pods():
     """Its user has the number that the pods want, and no shell stands between SIGTERM and the launcher."""
     _, job, _ = job_of(kubernetes(Request("train.py", workers=2), 3))
     image = (Path(__file__).parents[3] / "Dockerfile").read_text()
-    assert f"--uid {job['template']['spec']['securityContext']['runAsUser']} phalanx\n" in image
-    assert re.findall("^USER (.*)$", image, re.M)[-1] == "phalanx"
+    user = str(job["template"]["spec"]["securityContext"]["runAsUser"])
+    assert f"--uid {user} phalanx\n" in image
+    assert re.findall("^USER (.*)$", image, re.M)[-1] == user
     assert re.findall("^ENTRYPOINT (.*)$", image, re.M) == ['["phalanx"]']
 
 
