@@ -92,12 +92,12 @@ def test_page_runs_and_prints_what_it_says(page, tmp_path):
         printed = printed.partition(expected)[2]
 
 
-def test_readme_shows_what_two_workers_print(tmp_path):
-    """`phalanx run --workers 2` with the program of the README's diff prints the lines that the README shows, but for times."""
-    (tmp_path / "train.py").write_text(program_after("README.md"), encoding="utf-8")
+def launched(program, path, workers):
+    """Runs a program by `phalanx run`, and returns the lines that its workers print."""
+    path.write_text(program, encoding="utf-8")
     result = forks.run(
-        [sys.executable, "-m", "phalanx", "run", "--workers", "2", "train.py"],
-        cwd=tmp_path,
+        [sys.executable, "-m", "phalanx", "run", "--workers", workers, path.name],
+        cwd=path.parent,
         env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONIOENCODING": "utf-8"},
         capture_output=True,
         encoding="utf-8",
@@ -105,12 +105,24 @@ def test_readme_shows_what_two_workers_print(tmp_path):
         check=False,
     )
     assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout.splitlines()
+
+
+def test_readme_shows_what_two_workers_print(tmp_path):
+    """`phalanx run --workers 2` with the program of the README's diff prints the lines that the README shows, but for times."""
     ((_, expected),) = blocks("README.md", "console")
-    printed = result.stdout.splitlines()[-len(expected.splitlines()) :]
+    printed = launched(program_after("README.md"), tmp_path / "train.py", "2")[-len(expected.splitlines()) :]
     for line, shown in zip(printed, expected.splitlines(), strict=True):
         (words, figures), (shown_words, shown_figures) = words_and_figures(line), words_and_figures(shown)
         assert words == shown_words
         np.testing.assert_allclose(figures, shown_figures, rtol=0.01)  # Sums differ a little from CPU to CPU.
+
+
+@pytest.mark.exhaustive("test_readme_shows_what_two_workers_print, and tests/cluster/test_elastic.py")
+def test_first_page_trains_in_two_processes(tmp_path):
+    """Its script, with fewer epochs."""
+    program = program_of("docs/start.md", "python train").replace("epochs=500", "epochs=2")
+    assert [line for line in launched(program, tmp_path / "train.py", "1:2") if "11/11" in line]
 
 
 def words_and_figures(line):
