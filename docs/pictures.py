@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Draws the pictures of the README anew, from runs of `make demo-crash`: `make pictures`. Takes two minutes on two idle cores.
+"""Draws the pictures of the README again, from runs of `make demo-crash`: `make pictures`. Takes four minutes on two idle cores.
 
 docs/images/kill.svg      the losses of one process, and of four processes of which one is killed
 docs/images/terminal.svg  what the terminal shows meanwhile
@@ -42,6 +42,8 @@ def main() -> None:
         + " --out out/demo-alone"
     )
     run(alone)
+    # The first time, the others compile a program for two, and meanwhile the new worker is ready to join them.
+    run(crashing)
     lines = run(crashing)
     IMAGES.mkdir(exist_ok=True)
     draw_terminal(crashing, lines)
@@ -117,8 +119,8 @@ def draw_losses(killed_after: int) -> None:
         "A process is killed, training continues",
         IMAGES / "kill.svg",
         [
-            (killed_after, "worker 1 is killed, the others continue"),
-            (joined, "a new worker joins them"),
+            (killed_after, "worker 1 is killed"),
+            (joined, "a new worker joins"),
         ],
     )
 

@@ -401,11 +401,18 @@ def draw(curves: Mapping[str, Sequence[float]], title: str, path: Path, events: 
     axes = figure.subplots()
     for name, (color, width) in zip(curves, itertools.cycle([("#9ecae1", 7), ("#08306b", 1.3)]), strict=False):
         axes.plot(range(1, len(curves[name]) + 1), curves[name], color=color, linewidth=width, label=name)
-    for height, (step, text) in enumerate(events):
+    for i, (step, text) in enumerate(events):
         axes.axvline(step, color="#cb181d", linewidth=1, linestyle=(0, (4, 3)))
-        place = (step, 0.72 - 0.08 * height)
+        # The first one to the left of its line, so that two lines may be close.
+        offset, side = ((-6, 0), "right") if i == 0 else ((6, 0), "left")
         axes.annotate(
-            text, place, (8, 0), xycoords=("data", "axes fraction"), textcoords="offset points", color="#cb181d"
+            f"step {step}: {text}",
+            (step, 0.8),
+            offset,
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            color="#cb181d",
+            ha=side,
         )
     for losses in others:
         difference = np.abs(np.subtract(losses, first)).max()
