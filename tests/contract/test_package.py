@@ -1,6 +1,7 @@
 """What a user installs: the wheel has everything, tells its types, and has the command line."""
 
 import email
+import json
 import os
 import re
 import subprocess
@@ -134,6 +135,15 @@ def test_image_gets_the_files_that_the_wheel_needs():
     assert {name.removeprefix("!") for name in ignored if name.startswith("!")} == files
     assert all((ROOT / name).exists() for name in files)
     assert files > {PROJECT["license-files"][0], "README.md", "hatch_build.py", "pyproject.toml", "src"}
+
+
+def test_devcontainer_installs_by_the_makefile():
+    """Its command is a target of the Makefile, and its Python one of the classifiers."""
+    container = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text(encoding="utf-8"))
+    make, *targets = container["postCreateCommand"].split()
+    subprocess.run([make, "--dry-run", *targets], cwd=ROOT, timeout=60, check=True, capture_output=True)
+    version = container["image"].rpartition(":")[2]
+    assert f"Programming Language :: Python :: {version}" in PROJECT["classifiers"]
 
 
 def test_versions_and_extras_are_the_same_everywhere():
