@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draws the pictures of the README again, from runs of `make demo-crash`: `make pictures`. Takes four minutes on two idle cores.
 
-docs/images/kill.svg      the losses of one process, and of four processes of which one is killed
-docs/images/terminal.svg  what the terminal shows meanwhile
+docs/images/kill.svg      the losses of one process, and of three processes, one of which is killed
+docs/images/terminal.svg  what the terminal shows
 """
 
 import io
@@ -35,14 +35,14 @@ STYLES = {
 
 
 def main() -> None:
-    """Runs the training twice and draws both pictures."""
+    """Runs the training alone and with a loss, and draws both pictures."""
     crashing = command_of("demo-crash")
     alone = (
         re.sub(r"--workers \S+|--crash-at \d+|--out \S+", "", crashing)
         + " --out out/demo-alone"
     )
     run(alone)
-    # The first time, the others compile a program for two, and meanwhile the new worker is ready to join them.
+    # The first run compiles the program for two workers. Otherwise they wait for it, and the new worker joins one step after the loss.
     run(crashing)
     lines = run(crashing)
     IMAGES.mkdir(exist_ok=True)
@@ -116,7 +116,7 @@ def draw_losses(killed_after: int) -> None:
             "1 process": alone["losses"],
             f"{workers[0]} processes, one is killed": together["losses"],
         },
-        "A process is killed, training continues",
+        "Training continues when a process is killed",
         IMAGES / "kill.svg",
         [
             (killed_after, "worker 1 is killed"),

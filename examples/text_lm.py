@@ -394,20 +394,22 @@ def draw(curves: Mapping[str, Sequence[float]], title: str, path: Path, events: 
       curves: the loss of each step, by the name of the training.
       title: what the picture shows.
       path: the picture: .png or .svg.
-      events: what happened after which step.
+      events: what happened after which step. The steps between the first and the last one are shaded.
     """
     first, *others = curves.values()
     figure = Figure(figsize=(8, 4.2), dpi=150, layout="constrained", facecolor="white")
     axes = figure.subplots()
     for name, (color, width) in zip(curves, itertools.cycle([("#9ecae1", 7), ("#08306b", 1.3)]), strict=False):
         axes.plot(range(1, len(curves[name]) + 1), curves[name], color=color, linewidth=width, label=name)
-    for i, (step, text) in enumerate(events):
+    if events:
+        axes.axvspan(events[0][0], events[-1][0], color="#cb181d", alpha=0.07, linewidth=0)
+    for height, (step, text) in enumerate(events):
         axes.axvline(step, color="#cb181d", linewidth=1, linestyle=(0, (4, 3)))
-        # The first one to the left of its line, so that two lines may be close.
-        offset, side = ((-6, 0), "right") if i == 0 else ((6, 0), "left")
+        offset, side = ((-6, 0), "right") if step > len(first) / 2 else ((6, 0), "left")
+        place = (step, 0.72 - 0.08 * height)
         axes.annotate(
             f"step {step}: {text}",
-            (step, 0.8),
+            place,
             offset,
             xycoords=("data", "axes fraction"),
             textcoords="offset points",

@@ -288,7 +288,7 @@ def build_layers(model: keras.Model, x: PyTree) -> None:
     backend.compute_output_spec(model, jax.tree.map(_on_device, x))
 
 
-def _on_device(x: Any) -> keras.KerasTensor:
+def _on_device(x: PyTree) -> keras.KerasTensor:
     """Returns the shape of an array, with the dtype that it gets on a device. JAX 0.12 warns of 64 bits that it shortens."""
     return keras.KerasTensor(x.shape, str(jax.dtypes.canonicalize_dtype(backend.standardize_dtype(x.dtype))))
 

@@ -230,15 +230,15 @@ class Strategy(AbstractInputs, AbstractResults):
           >>> len(v.value.devices())
           2
         """
-        if not self._is_noted:
-            self._note_devices()
+        self._note_devices()
         return Scope(self)
 
     def _note_devices(self) -> None:
-        """Writes the strategy's notes. Called once, at the first scope or step."""
-        self._is_noted = True
-        for line in self._notes():
-            note(line)
+        """Writes the strategy's notes, once."""
+        if not self._is_noted:
+            self._is_noted = True
+            for line in self._notes():
+                note(line)
 
     def _notes(self) -> Sequence[str]:
         """Returns the lines that the user sees at the first scope or step: the devices that train."""
@@ -357,8 +357,7 @@ class Strategy(AbstractInputs, AbstractResults):
                 with counting_from(i):
                     results.append(self.run(fn, args=(batch,)))
             return jax.tree.map(stacked, *results, is_leaf=is_distributed)
-        if not self._is_noted:
-            self._note_devices()
+        self._note_devices()
         if hooks:
             hooks[-1](None)
         batches, count = iterator.next_steps(steps)
