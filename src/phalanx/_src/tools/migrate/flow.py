@@ -9,6 +9,7 @@ from typing_extensions import override
 
 from phalanx._src.tools.migrate.names import UsedNames, aliases_of, dotted
 from phalanx._src.tools.migrate.regions import Regions
+from phalanx._src.tools.migrate.walk import walk
 
 _OTHER_LIBRARIES = {"tensorflow_addons", "tensorflow_hub", "tensorflow_probability", "tensorflow_text", "tf_agents"}
 
@@ -60,7 +61,7 @@ class TensorNames(cst.CSTVisitor):
 def has_result(node: cst.BaseExpression, path: Callable[[cst.BaseExpression], str], results: set[str]) -> bool:
     """Whether an expression contains a result of TensorFlow."""
     search = _Search(path, results)
-    node.visit(search)
+    walk(node, search)
     return search.has_result
 
 
@@ -130,7 +131,7 @@ class ControlFlow(cst.CSTVisitor):
         self._depth_in_tensorflow += id(node) in self._regions.in_tensorflow
         if id(node) in self._regions.compiled:
             tensors = TensorNames(self._regions.path)
-            node.visit(tensors)
+            walk(node, tensors)
             self._functions.append(tensors)
         return super().on_visit(node)
 

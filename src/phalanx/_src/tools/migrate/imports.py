@@ -21,6 +21,12 @@ MODULES: Mapping[str, str] = {
 REMOVED = cst.Expr(cst.Name("__phalanx_removed__"))
 """Stands for a removed statement. If nothing stood for it, its comments would be gone before they can move."""
 
+_HOLDERS = (
+    cst.Module, cst.BaseSuite, cst.BaseCompoundStatement, cst.SimpleStatementLine, cst.Else, cst.ExceptHandler,
+    cst.ExceptStarHandler, cst.Finally, cst.MatchCase,
+)  # fmt: skip
+"""Nodes that hold statements."""
+
 _BEFORE = {"keras", "jax", "tensorflow"}
 """Modules that are imported after Phalanx."""
 
@@ -68,6 +74,10 @@ class Imports(cst.CSTTransformer):
                     cst.Pass(), f"the name `{local}` stands for something else than {MODULES[local]}. Rename it."
                 )
         self._depth = 0
+
+    @override
+    def on_visit(self, node: cst.CSTNode) -> bool:
+        return isinstance(node, _HOLDERS)
 
     # One import statement.
 

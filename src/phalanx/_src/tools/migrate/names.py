@@ -122,7 +122,8 @@ class UsedNames:
         self, scopes: Mapping[cst.CSTNode, Scope | None], parents: Mapping[cst.CSTNode, cst.CSTNode], table: NameTable
     ) -> None:
         self._scopes, self._parents, self._table = scopes, parents, table
-        self._references: dict[int, Reference] = {}
+        self.references: dict[int, Reference] = {}
+        """For each use, by the id of its node, what it stands for."""
         self._seen: set[int] = set()
         self.bindings: dict[tuple[int, str], Binding] = {}
         self.assigned: dict[str, set[str]] = {}
@@ -141,11 +142,11 @@ class UsedNames:
 
     def reference(self, node: cst.CSTNode) -> Reference | None:
         """Returns the TensorFlow name of a chain of names, or None."""
-        return self._references.get(id(node))
+        return self.references.get(id(node))
 
     def paths(self) -> set[str]:
         """Returns all names of TensorFlow that the module uses."""
-        return {reference.path for reference in self._references.values()}
+        return {reference.path for reference in self.references.values()}
 
     def _look_at(self, assignment: BaseAssignment) -> list[tuple[BaseAssignment, Binding]]:
         if not isinstance(assignment, Assignment):
@@ -185,12 +186,12 @@ class UsedNames:
         self._seen.add(id(node))
         self._require_one(node, referents, binding)
         chain: Chain = node
-        self._references[id(chain)] = Reference(binding.path, binding)
+        self.references[id(chain)] = Reference(binding.path, binding)
         while isinstance(parent := self._parents[chain], cst.Attribute) and parent.value is chain:
-            del self._references[id(chain)]
+            del self.references[id(chain)]
             path = f"{binding.path}.{dotted(parent).removeprefix(node.value + '.')}"
             chain = parent
-            self._references[id(chain)] = Reference(path_in_tensorflow(path.replace("tf", "tensorflow", 1)), binding)
+            self.references[id(chain)] = Reference(path_in_tensorflow(path.replace("tf", "tensorflow", 1)), binding)
         return self._alias(chain)
 
     def _require_one(self, node: cst.Name, referents: Collection[BaseAssignment], binding: Binding) -> None:
@@ -206,7 +207,7 @@ class UsedNames:
         parent = self._parents[chain]
         if not (isinstance(parent, cst.Assign) and parent.value is chain and len(parent.targets) == 1):
             return []
-        target, path = parent.targets[0].target, self._references[id(chain)].path
+        target, path = parent.targets[0].target, self.references[id(chain)].path
         scope = self._scopes.get(target)
         if not isinstance(target, cst.Name) or scope is None:
             return []

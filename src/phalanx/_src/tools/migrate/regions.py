@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping
 from typing import final
 
 import libcst as cst
-from libcst.metadata import ParentNodeProvider
 from typing_extensions import override
 
 from phalanx._src.tools.migrate.names import UsedNames, dotted
+from phalanx._src.tools.migrate.walk import walk
 
 Function = cst.FunctionDef | cst.Lambda
 
@@ -26,8 +26,6 @@ class Regions(cst.CSTVisitor):
       names: the uses of TensorFlow.
       parents: the parent of each node.
     """
-
-    METADATA_DEPENDENCIES = (ParentNodeProvider,)
 
     def __init__(self, names: UsedNames, parents: Mapping[cst.CSTNode, cst.CSTNode]) -> None:
         super().__init__()
@@ -151,7 +149,7 @@ class Regions(cst.CSTVisitor):
 def _is_pure(function: cst.FunctionDef) -> bool:
     """Whether a function does nothing in Python that a traced function would do only once."""
     visitor = _SideEffects()
-    function.body.visit(visitor)
+    walk(function.body, visitor)
     return visitor.are_absent
 
 

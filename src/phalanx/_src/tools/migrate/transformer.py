@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replaces the names of TensorFlow in a module, and marks the lines that a person must look at."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar, final
 
 import libcst as cst
 import libcst.matchers as m
-from libcst.metadata import CodeRange, ParentNodeProvider, PositionProvider, Scope, ScopeProvider
+from libcst.metadata import CodeRange, Scope
 from typing_extensions import override
 
 from phalanx._src.tools.migrate.calls import MismatchError, migrated, source_of
@@ -28,6 +29,26 @@ _TAKE_SHAPES = {
 
 
 @final
+@dataclass(frozen=True)
+class Layout:
+    """Where the nodes of a module stand.
+
+    Attributes:
+      parents: the parent of each node.
+      positions: its lines.
+      scopes: the scope of each node.
+    """
+
+    parents: Mapping[cst.CSTNode, cst.CSTNode]
+    positions: Mapping[cst.CSTNode, CodeRange]
+    scopes: Mapping[cst.CSTNode, Scope | None]
+
+    def has_several_lines(self, node: cst.CSTNode) -> bool:
+        """Whether a node ends on another line than it begins."""
+        return self.positions[node].start.line != self.positions[node].end.line
+
+
+@final
 class Transformer(cst.CSTTransformer):
     """Replaces the names of TensorFlow.
 
@@ -37,14 +58,22 @@ class Transformer(cst.CSTTransformer):
       flow: its control flow.
       table: the table of names.
       report: gets the findings.
+      layout: where the nodes stand.
     """
 
-    METADATA_DEPENDENCIES = (ParentNodeProvider, PositionProvider, ScopeProvider)
-
-    def __init__(self, names: UsedNames, regions: Regions, flow: ControlFlow, table: NameTable, report: Report) -> None:
+    def __init__(
+        self,
+        names: UsedNames,
+        regions: Regions,
+        flow: ControlFlow,
+        table: NameTable,
+        report: Report,
+        layout: Layout,
+    ) -> None:
         super().__init__()
         self._names, self._regions, self._flow = names, regions, flow
-        self._table, self._report = table, report
+        self._table, self._report, self._layout = table, report, layout
+        self._concerned = self._find_concerned()
         self._marks: list[list[str]] = []
         self._called: set[int] = set()
         self._dropped: set[int] = set()
@@ -56,6 +85,8 @@ class Transformer(cst.CSTTransformer):
 
     @override
     def on_visit(self, node: cst.CSTNode) -> bool:
+        if id(node) not in self._concerned:
+            return False
         if isinstance(node, cst.SimpleStatementLine | cst.BaseCompoundStatement):
             self._marks.append([])
         if id(node) in self._regions.in_tensorflow:
@@ -68,6 +99,8 @@ class Transformer(cst.CSTTransformer):
     def on_leave(
         self, original_node: CSTNodeT, updated_node: CSTNodeT
     ) -> CSTNodeT | cst.RemovalSentinel | cst.FlattenSentinel[CSTNodeT]:
+        if id(original_node) not in self._concerned:
+            return updated_node
         left = super().on_leave(original_node, updated_node)
         if id(original_node) in self._regions.in_tensorflow:
             self._depth_in_tensorflow -= 1
@@ -77,12 +110,23 @@ class Transformer(cst.CSTTransformer):
                 return _marked(left, marks)
         return left
 
+    def _find_concerned(self) -> set[int]:
+        """Returns the ids of the nodes that may change, and of all around them."""
+        changing = {*self._names.references, *self._flow.looks, *self._flow.loops, *self._regions.to_decorate}
+        concerned: set[int] = set()
+        for node in self._layout.parents:
+            is_method = isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute)
+            if id(node) in changing or is_method:
+                around: cst.CSTNode | None = node
+                while around is not None and id(around) not in concerned:
+                    concerned.add(id(around))
+                    around = self._layout.parents.get(around)
+        return concerned
+
     # What is reported.
 
     def _line(self, node: cst.CSTNode) -> int:
-        position = self.get_metadata(PositionProvider, node)
-        assert isinstance(position, CodeRange)
-        return position.start.line
+        return self._layout.positions[node].start.line
 
     def _look(self, node: cst.CSTNode, name: str, reason: str) -> None:
         """Reports a line that a person must look at, and marks it."""
@@ -140,7 +184,7 @@ class Transformer(cst.CSTTransformer):
         rows = self._rows(original_node, reference)
         if rows is None:
             return updated_node
-        if rows[0].kind == "drop" and isinstance(self.get_metadata(ParentNodeProvider, original_node), cst.Expr):
+        if rows[0].kind == "drop" and isinstance(self._layout.parents[original_node], cst.Expr):
             self._dropped.add(id(original_node))
             self._change(original_node, reference.path, "nothing", rows[0].note)
             return updated_node
@@ -198,7 +242,7 @@ class Transformer(cst.CSTTransformer):
 
     def _is_alias(self, original: cst.Name | cst.Attribute, reference: Reference) -> bool:
         """Whether it is the value of `math = tf.math`, a module without a counterpart whose uses are all replaced."""
-        parent = self.get_metadata(ParentNodeProvider, original)
+        parent = self._layout.parents[original]
         if not isinstance(parent, cst.Assign) or self._table.find(reference.path)[0]:
             return False
         return any(
@@ -242,10 +286,10 @@ class Transformer(cst.CSTTransformer):
 
     def _is_shape(self, call: cst.Call) -> bool:
         """Whether a call of `tf.shape` is used as a tuple of numbers can be."""
-        parent = self.get_metadata(ParentNodeProvider, call)
+        parent = self._layout.parents[call]
         if isinstance(parent, cst.Assign) and len(parent.targets) == 1:
             target = parent.targets[0].target
-            scope = self.get_metadata(ScopeProvider, target, None)
+            scope = self._layout.scopes.get(target)
             if isinstance(target, cst.Name) and isinstance(scope, Scope):
                 uses = [access.node for assignment in scope[target.value] for access in assignment.references]
                 return all(self._takes_tuple(use) for use in uses)
@@ -253,12 +297,12 @@ class Transformer(cst.CSTTransformer):
         return self._takes_tuple(call)
 
     def _takes_tuple(self, node: cst.CSTNode) -> bool:
-        parent = self.get_metadata(ParentNodeProvider, node)
+        parent = self._layout.parents[node]
         if isinstance(parent, cst.Subscript):
             return parent.value is node
         if not isinstance(parent, cst.Arg):
             return False
-        call = self.get_metadata(ParentNodeProvider, parent)
+        call = self._layout.parents[parent]
         return isinstance(call, cst.Call) and self._regions.path(call.func) in _TAKE_SHAPES
 
     @override
@@ -287,7 +331,7 @@ class Transformer(cst.CSTTransformer):
 
     def _with_comments(self, original: cst.Call, new: cst.BaseExpression) -> cst.BaseExpression:
         """Writes comments of a call that its replacement does not have above the statement."""
-        if "#" in source_of(original):
+        if self._layout.has_several_lines(original) and "#" in source_of(original):
             before, after = (
                 [node.value for node in m.findall(call, m.Comment()) if isinstance(node, cst.Comment)]
                 for call in (original, new)
