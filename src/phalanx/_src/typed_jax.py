@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions and classes of JAX that have no annotations in JAX, with their types.
 
-Every name is the JAX object itself, so a call costs nothing extra.
+Nearly every name is the JAX object itself, so a call costs nothing extra.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from operator import methodcaller
 from typing import Protocol, TypeVar, final
 
 import jax
@@ -82,6 +83,9 @@ with_layout_constraint: Callable[[jax.Array, Layout], jax.Array] = layout.with_l
 
 with_sharding_constraint: _Constrain = lax.with_sharding_constraint
 """Returns a pytree whose arrays have a sharding."""
+
+is_ready: Callable[[jax.Array], bool] = methodcaller("is_ready")
+"""Returns whether no program still computes an array."""
 
 block_until_ready: _Wait = jax.block_until_ready
 """Waits for the arrays of a pytree, and returns it."""

@@ -224,3 +224,18 @@ def test_a_copy_begins_where_devices_can_use_it():
     for same in (jnp.ones(2), np.float32(1), "text"):
         assert arrays.copied(same) is same
     assert arrays.empty((0, 3), np.float32).shape == (0, 3)
+
+
+@pytest.mark.parametrize("convert", [np.asarray, jnp.asarray], ids=["numpy", "jax"])
+def test_small_arrays_are_copied_to_all_devices(convert):
+    """Like `device_put` does it; others are left to it."""
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("x",))
+    whole, divided = (jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(axis)) for axis in (None, "x"))
+    host = np.arange(4, dtype=np.int32)
+    value = convert(host)
+    placed, expected = arrays.put_small(value, whole), jax.device_put(value, whole)
+    host[:] = 0
+    assert (placed.sharding, placed.dtype, placed.tolist()) == (expected.sharding, expected.dtype, [0, 1, 2, 3])
+    assert arrays.put_small(convert(np.int64(3)), whole).dtype == jnp.asarray(np.int64(3)).dtype
+    assert [arrays.put_small(x, s) for x, s in [(value, divided), (convert(np.zeros(1 << 15)), whole)]] == [None, None]
+    assert arrays.put_small(expected, whole) is None

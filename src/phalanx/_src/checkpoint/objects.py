@@ -140,7 +140,7 @@ class VariablePart(Part):
             raise ValueError(
                 f"{self.variable.path!r} has the shape {tuple(self.variable.shape)}, and {shape} in the checkpoint"
             )
-        if _kind(dtype) > _kind(variable_dtype):
+        if dtype != variable_dtype and _kind(dtype) > _kind(variable_dtype):
             raise ValueError(f"{self.variable.path!r} has the dtype {variable_dtype}, and {dtype} in the checkpoint")
         return {path, path + REPLICAS} & stored.names
 

@@ -14,9 +14,11 @@ from keras.src.utils.naming import to_snake_case
 
 from phalanx._src.compat.facts import facts_of, note_facts
 from phalanx._src.compat.hooks import extend
+from phalanx._src.compat.layouts import layout_of
 from phalanx._src.compat.optimizers import BaseOptimizer, reference_of
 from phalanx._src.compat.scope import active_scope
 from phalanx._src.compat.variables import is_new
+from phalanx._src.mesh.arrays import put_small
 from phalanx.typing import PyTree
 
 Owner: TypeAlias = (
@@ -254,5 +256,7 @@ def set_first_value(variable: Variable, value: Any) -> bool:
         return True
     if active_scope() is not None:
         return False
-    variable.assign(value)
+    layout = layout_of(variable)
+    placed = put_small(value, layout) if layout is not None else None
+    variable.assign(value if placed is None else placed)
     return True

