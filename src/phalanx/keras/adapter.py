@@ -19,7 +19,7 @@ from phalanx._src.input.sources.rows import ChosenRows
 from phalanx._src.mesh.arrays import as_array, copied, is_sparse
 from phalanx._src.strategies.base import Strategy
 from phalanx._src.typed_jax import shape_dtype
-from phalanx.errors import InputError
+from phalanx.errors import InputError, shown
 from phalanx.typing import PyTree
 
 
@@ -30,7 +30,12 @@ def adapter_of(x: PyTree, steps: int | None, data: dict[str, PyTree]) -> PyTree:
       x: the data.
       steps: number of batches per epoch. None for all.
       data: further arguments of the adapter, such as `y` and `batch_size`.
+
+    Raises:
+      InputError: `x` contains nothing.
     """
+    if not jax.tree.leaves(x):
+        raise InputError(f"the data x={shown(x)}", "they contain no array.", "x: an array (rows, ...), or a dataset")
     if isinstance(x, GeneratorType):
         x = compat.peeked(x, _kept)
     return compat.data_adapter(x=x, steps_per_epoch=steps, **data)

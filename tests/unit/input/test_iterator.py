@@ -107,6 +107,15 @@ def test_a_position_beyond_the_end_of_a_stream(strategy):
     assert not iterator.get_next_as_optional().has_value()
 
 
+def test_skipped_batches_end_with_the_data(strategy):
+    """However many are to be skipped."""
+    iterator = iter(strategy.experimental_distribute_dataset(np.arange(8), batch_size=2))
+    iterator.advance(1)
+    assert next_rows(iterator) == [2, 3]
+    iterator.advance(10**30)
+    assert not iterator.get_next_as_optional().has_value()
+
+
 def test_wrong_positions_of_functions_and_files(strategy, tmp_path):
     """Each entry of their lists is checked."""
     of_function = iter(strategy.distribute_datasets_from_function(lambda context: [np.arange(2)] * 3))

@@ -110,6 +110,16 @@ def test_evaluation_without_rows(strategy):
         model.evaluate(X[:0], Y[:0], verbose=0)
 
 
+@pytest.mark.parametrize("data", [{"x": None}, {"x": []}, {"x": X, "validation_data": (None, None)}], ids=["none", "empty", "validation"])
+def test_data_without_arrays_are_refused(strategy, data):
+    """Keras ends with an error of its own sets."""
+    with strategy.scope():
+        model = keras.Sequential([keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with pytest.raises(InputError, match=r"the data x=(None|\[\]): they contain no array.\nHINT: x: an array"):
+        model.fit(**{"y": Y} | data, verbose=0)
+
+
 def test_targets_are_missing(strategy):
     """Without them a loss has nothing to compare with, in the first step and before the model is built."""
     for make in (compiled(), compiled(lambda: keras.Sequential([keras.layers.Dense(3)]))):

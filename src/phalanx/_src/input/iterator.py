@@ -247,7 +247,8 @@ class DistributedIterator(AbstractIterator):
     @override
     def advance(self, count: int) -> None:
         for _ in range(count):
-            self._next(self._form)
+            if self._next(self._form) is None:
+                return
 
     def get_state(self) -> State:
         """Returns the position after the last batch that the user took. All workers must call it.

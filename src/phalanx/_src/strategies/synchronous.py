@@ -119,7 +119,7 @@ def check_choices(
             'communication_options=phalanx.experimental.CommunicationOptions(compression="int8")',
         )
     if local_updates is not None:
-        hint = "local_updates=phalanx.experimental.LocalSGD(every=8)"
+        hint = "local_updates=phalanx.experimental.LocalSGD(every=8), or DiLoCo(every=100)"
         if not isinstance(local_updates, LocalUpdates):
             raise InvalidArgumentError(f"local_updates={shown(local_updates)}", "must be a LocalSGD or a DiLoCo.", hint)
         if options is not None and (options.compression or options.wire_dtype):

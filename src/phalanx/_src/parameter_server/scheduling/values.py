@@ -3,6 +3,7 @@
 
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, final
 
@@ -20,10 +21,9 @@ class PerWorkerValues:
     """
 
     def __init__(self, name: int, given: object, fn: Callable[[], Any], close: Callable[[int], None]) -> None:
-        self.name, self.given, self.fn, self.close = name, given, fn, close
-
-    def __del__(self) -> None:
-        self.close(self.name)
+        self.name, self.given, self.fn = name, given, fn
+        # At the end of the program, the workers end too.
+        weakref.finalize(self, close, name).atexit = False
 
 
 @final
