@@ -170,7 +170,7 @@ REASONS = {
         LinearFeatures LinearRegressor MultiClassHead RegressionHead RunConfig RunConfig.replace SavedModel
         SavedModel.predict ServingInputReceiver TrainSpec WarmStartSettings add_metrics
         build_parsing_serving_input_receiver_fn build_raw_serving_input_receiver_fn
-        categorical_column_with_vocabulary_file get_global_step get_or_create_global_step identity
+        categorical_column_with_vocabulary_file export_model get_global_step get_or_create_global_step identity
         load_saved_model make_early_stopping_hook minimize model_to_estimator read_eval_metrics
         stop_if_higher_hook stop_if_lower_hook stop_if_no_decrease_hook stop_if_no_increase_hook
         train_and_evaluate""",

@@ -8,6 +8,7 @@ from phalanx.estimator import experimental, export, inputs, tpu
 from phalanx.estimator.config import RunConfig, TaskType
 from phalanx.estimator.estimator import Estimator
 from phalanx.estimator.exporters import BestExporter, Exporter, FinalExporter, LatestExporter
+from phalanx.estimator.exporting.models import export_model
 from phalanx.estimator.exporting.saved_model import SavedModel, load_saved_model
 from phalanx.estimator.extenders import add_metrics
 from phalanx.estimator.heads.base import Head
@@ -84,6 +85,7 @@ __all__ = [
     "add_metrics",
     "experimental",
     "export",
+    "export_model",
     "get_global_step",
     "get_or_create_global_step",
     "identity",

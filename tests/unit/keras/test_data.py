@@ -110,7 +110,9 @@ def test_evaluation_without_rows(strategy):
         model.evaluate(X[:0], Y[:0], verbose=0)
 
 
-@pytest.mark.parametrize("data", [{"x": None}, {"x": []}, {"x": X, "validation_data": (None, None)}], ids=["none", "empty", "validation"])
+@pytest.mark.parametrize(
+    "data", [{"x": None}, {"x": []}, {"x": X, "validation_data": (None, None)}], ids=["none", "empty", "validation"]
+)
 def test_data_without_arrays_are_refused(strategy, data):
     """Keras ends with an error of its own sets."""
     with strategy.scope():

@@ -39,7 +39,7 @@ from phalanx._src.compat.frozen import train_unfrozen
 from phalanx._src.compat.hooks import extend
 from phalanx._src.compat.optimizers import build_optimizer
 from phalanx._src.compat.scope import lift_scope
-from phalanx.errors import InvalidArgumentError
+from phalanx.errors import InvalidArgumentError, MissingDependencyError, shown
 from phalanx.typing import PyTree
 
 _R = TypeVar("_R")
@@ -444,3 +444,18 @@ def take_over_state(model: keras.Model, from_chief: Callable[[list[Any]], list[A
 def first_epoch(model: keras.Model, initial_epoch: int) -> int:
     """Returns the epoch at which `fit` begins: `initial_epoch`, or a later one that a callback has restored."""
     return model._initial_epoch or initial_epoch
+
+
+@extend(keras.Model, "export")
+def _export(
+    original: Callable[..., None], self: keras.Model, filepath: PyTree, *args: PyTree, **kwargs: PyTree
+) -> None:
+    """Names an export that needs no TensorFlow, if Keras's own is refused for lack of it."""
+    try:
+        original(self, filepath, *args, **kwargs)
+    except ImportError as e:
+        raise MissingDependencyError(
+            f"{type(self).__name__}.export({shown(filepath)})",
+            f"Keras needs a library for this format: {e}",
+            "phalanx.estimator.export_model(model, path, x[:1]), which needs JAX only",
+        ) from e

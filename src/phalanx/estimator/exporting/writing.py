@@ -20,6 +20,7 @@ from jax import export
 from safetensors.numpy import save_file
 
 from phalanx import feature_column
+from phalanx._src.compat import Variable
 from phalanx._src.typed_jax import shape_dtype
 from phalanx.errors import CheckpointError, InvalidArgumentError, arguments, shown
 from phalanx.estimator.export import ServingInputReceiver
@@ -69,25 +70,37 @@ def export_graph(
     # The program is traced before the checkpoint is read, because the variables exist only then.
     graph.prepare((batch, None))
     restore()
-    exported = _exported(graph, batch)
-    signature = {
-        "features": {name: [str(x.dtype), list(x.shape[1:])] for name, x in named(raw).items()},
-        "is_dict": isinstance(raw, Mapping),
-        "columns": _described(columns),
-        "classes": classes,
-        "platforms": list(exported.platforms),
-    }
+    exported = export_program(graph.predictions, graph.variables, batch, "export_saved_model of this model_fn")
+    signature = signature_of(raw, exported, _described(columns), classes)
     folder = _new_folder(base)
-    with _unfinished(folder) as part:
-        (part / PROGRAM).write_bytes(exported.serialize())
-        # Variables are arguments of the program and no constants, so that other
-        # tools can read and replace them in this file.
-        save_file({name: np.array(v.value) for name, v in graph.variables.items()}, part / VARIABLES)
-        (part / SIGNATURE).write_text(json.dumps(signature, indent=1))
+    with unfinished(folder) as part:
+        write(part, exported, {name: np.array(v.value) for name, v in graph.variables.items()}, signature)
         if as_text:
             (part / TEXT).write_text(exported.mlir_module())
         _copy_assets(extra, part)
     return os.fspath(folder)
+
+
+def signature_of(
+    raw: PyTree, exported: export.Exported, columns: Sequence[Any] = (), classes: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Returns what a program of predictions takes, as JSON."""
+    return {
+        "features": {name: [str(x.dtype), list(x.shape[1:])] for name, x in named(raw).items()},
+        "is_dict": isinstance(raw, Mapping),
+        "columns": list(columns),
+        "classes": classes,
+        "platforms": list(exported.platforms),
+    }
+
+
+def write(folder: Path, exported: export.Exported, values: dict[str, np.ndarray], signature: dict[str, Any]) -> None:
+    """Writes a program, the values of its variables and its signature into a folder."""
+    (folder / PROGRAM).write_bytes(exported.serialize())
+    # Variables are arguments of the program and no constants, so that other
+    # tools can read and replace them in this file.
+    save_file(values, folder / VARIABLES)
+    (folder / SIGNATURE).write_text(json.dumps(signature, indent=1))
 
 
 def _described(columns: Sequence[Any]) -> list[Any]:
@@ -112,28 +125,39 @@ def _described(columns: Sequence[Any]) -> list[Any]:
     return described
 
 
-def _exported(graph: Graph, batch: PyTree) -> export.Exported:
-    """Returns the program for any number of rows."""
+def export_program(
+    predictions: Callable[[Any], PyTree], variables: Mapping[str, Variable], batch: PyTree, call: str
+) -> export.Exported:
+    """Returns the program of predictions for any number of rows.
+
+    Args:
+      predictions: computes them from features, and reads variables.
+      variables: the variables by name.
+      batch: features (rows, ...).
+      call: what the user has called.
+
+    Raises:
+      InvalidArgumentError: the program depends on the number of rows.
+    """
     # One symbol for all features: they have the same number of rows, and the program may rely on it.
     (rows,) = export.symbolic_shape("rows")
-    variables = graph.variables
 
     def predict(values: dict[str, Any], features: PyTree) -> PyTree:
         mapping = [(variable, values[name]) for name, variable in variables.items()]
         # The exported function is pure: variables are read from its arguments, and the live ones stay as they are.
         with keras.StatelessScope(state_mapping=mapping):
-            return graph.predictions(features)
+            return predictions(features)
 
-    variable_specs = {name: shape_dtype(v.shape, np.asarray(v.value).dtype) for name, v in variables.items()}
+    variable_specs = {name: shape_dtype(v.shape, np.dtype(v.value.dtype)) for name, v in variables.items()}
     specs = jax.tree.map(lambda x: shape_dtype((rows, *x.shape[1:]), jax.dtypes.canonicalize_dtype(x.dtype)), batch)
     try:
         return export.export(jax.jit(predict))(variable_specs, specs)
     # JAX raises many kinds of errors for shapes that depend on a symbol. All of them mean the same for the user.
     except Exception as e:
         raise InvalidArgumentError(
-            "export_saved_model of this model_fn",
+            call,
             f"its program cannot be exported for any number of rows: {str(e).partition(chr(10))[0]}",
-            "keras.ops.reshape(x, (-1, ...)) instead of x.shape[0] in the model_fn",
+            "keras.ops.reshape(x, (-1, ...)) instead of x.shape[0] in the model",
         ) from e
 
 
@@ -147,7 +171,7 @@ def _new_folder(base: str) -> Path:
 
 
 @contextmanager
-def _unfinished(folder: Path) -> Iterator[Path]:
+def unfinished(folder: Path) -> Iterator[Path]:
     """Yields a hidden folder, which gets its name after the `with` block. If the block raises an error, nothing is left."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -155,7 +179,7 @@ def _unfinished(folder: Path) -> Iterator[Path]:
         part = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     except OSError as e:
         raise CheckpointError(
-            f"export_dir_base={str(folder.parent)!r}", f"the folder cannot be written to: {e}.", "another folder"
+            f"an export into {str(folder.parent)!r}", f"the folder cannot be written to: {e}.", "another folder"
         ) from e
     try:
         yield part

@@ -103,7 +103,7 @@ def test_failed_export_leaves_nothing(model, tmp_path):
         with refused(InvalidArgumentError, words):
             model.export_saved_model(tmp_path, receive, assets)
         assert list(tmp_path.iterdir()) == []
-    with refused(CheckpointError, ["export_dir_base='/proc/nowhere'", "cannot be written"]):
+    with refused(CheckpointError, ["an export into '/proc/nowhere'", "cannot be written"]):
         model.export_saved_model("/proc/nowhere", RECEIVE)
 
 
