@@ -2,7 +2,9 @@
 
 import functools
 import inspect
+import signal
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -118,6 +120,33 @@ PLACES = (
     | ARRAYS
     | DISTRIBUTED
 )
+
+
+class Hung(BaseException):
+    """A call that did not return in time."""
+
+
+@contextmanager
+def limited():
+    """Ends a call that computes for 20 seconds, or waits for two minutes, which a busy machine may let any call do for a while."""
+
+    def end(*_):
+        raise Hung
+
+    limits = {
+        signal.SIGVTALRM: (signal.ITIMER_VIRTUAL, 20),
+        signal.SIGALRM: (signal.ITIMER_REAL, 120),
+    }
+    before = {number: signal.signal(number, end) for number in limits}
+    for timer, seconds in limits.values():
+        signal.setitimer(timer, seconds)
+    try:
+        yield
+    finally:
+        for timer, _ in limits.values():
+            signal.setitimer(timer, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @dataclass

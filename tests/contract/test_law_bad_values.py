@@ -1,39 +1,21 @@
 """Law 5, for arguments: what is made of options answers a bad value with an error of Phalanx, and never hangs."""
 
-import signal
-
 import pytest
 from bad_groups import EXEMPT, GROUPS, public_callables
-from bad_values import FEW, FUNCTIONS, VALUES
+from bad_values import FEW, FUNCTIONS, VALUES, Hung, limited
 
 from phalanx.errors import PhalanxError
-
-_LIMIT_S = 120
-
-
-class _Hung(BaseException):
-    """A call that did not return in time."""
-
-
-@pytest.fixture
-def limited():
-    def end(*_):
-        raise _Hung
-
-    before = signal.signal(signal.SIGALRM, end)
-    yield lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds)
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    signal.signal(signal.SIGALRM, before)
 
 
 def outcome(case, name, parameter, value):
     """Returns what is wrong with the answer to one bad value; None if nothing is."""
     is_function = value in FUNCTIONS and parameter in case.functions
     try:
-        case.call(**{**case.good, parameter: VALUES[value]()})
+        with limited():
+            case.call(**{**case.good, parameter: VALUES[value]()})
     except PhalanxError as e:
         return None if "HINT" in str(e) else f"{name}({parameter}={value}): no HINT: {e}"
-    except _Hung:
+    except Hung:
         return f"{name}({parameter}={value}) hangs"
     except Exception as e:
         # What another function raises when it is called with other arguments than it takes is its own, and so is what data raise.
@@ -47,15 +29,13 @@ def outcome(case, name, parameter, value):
 @pytest.mark.parametrize("values", ["few", "all"])
 @pytest.mark.parametrize("group", GROUPS)
 @pytest.mark.cover(["group", "values"], {(group, "few") for group in GROUPS if not group.endswith("_x1")})
-def test_bad_values_are_refused(group, values, limited):
+def test_bad_values_are_refused(group, values):
     """Each argument of each callable, by all the others being good."""
     wrong = []
     for name, case in GROUPS[group]().items():
         for parameter in case.good:
             for value in VALUES if values == "all" else FEW:
-                limited(_LIMIT_S)
                 wrong.append(outcome(case, name, parameter, value))
-                limited(0)
     assert [text for text in wrong if text] == []
 
 
