@@ -84,9 +84,8 @@ class AbstractInputs(AbstractStrategy):
     ) -> DistributedDataset:
         """Splits every global batch of a dataset over the replicas.
 
-        Call it in cross-replica context or outside all scopes.
-
-        No row is dropped or repeated. The shares of the replicas differ by at most one row. A batch of another size has its own program.
+        Call it in cross-replica context or outside all scopes. No row is dropped or repeated. The shares of the replicas differ by at
+        most one row. A batch of another size has its own program.
 
         Args:
           dataset: a dataset of global batches, which are pytrees of arrays `(global_batch, ...)`: a Grain `MapDataset`,

@@ -227,9 +227,8 @@ def judge_progress(members: Sequence[Member], now_s: float, stall_s: float) -> V
         return Verdict(text, hint=_SAME_STEPS, still=names)
     if inside := [m.name for m in members if m.is_inside]:
         peers = "the others have" if len(inside) < len(members) else "none is missing"
-        verb = "has" if len(inside) == 1 else "have"
         return Verdict(
-            f"{listed(inside)} {verb} not finished step {first.step} for {still_s:.0f} s, although {peers}",
+            f"{listed(inside)} {'has' if len(inside) == 1 else 'have'} not finished step {first.step} for {still_s:.0f} s, although {peers}",
             hint=f"{_SAME_STEPS}; or a longer stall_timeout_s",
         )
     return None
