@@ -132,19 +132,20 @@ def words_and_figures(line):
     return re.sub(number, "", line), [float(figure) for figure in re.findall(number, line)]
 
 
-def test_figures_of_the_readme_are_those_of_the_benchmarks():
-    """Each figure of a line that links to a section of docs/benchmarks.md stands in that section."""
+def test_figures_of_pages_are_those_of_the_benchmarks():
+    """Each figure of a line of a page that links to a section of docs/benchmarks.md stands in that section."""
     sections = {
         re.sub(r"[^a-z -]", "", section.partition("\n")[0].lower()).replace(" ", "-"): section
         for section in re.split(r"\n##+ ", (ROOT / "docs/benchmarks.md").read_text(encoding="utf-8"))
     }
     claims = [
         (figure, sections[anchor])
-        for line in (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
-        for anchor in re.findall(r"docs/benchmarks\.md#([a-z-]+)", line)
+        for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md"))
+        for line in page.read_text(encoding="utf-8").splitlines()
+        for anchor in re.findall(r"benchmarks\.md#([a-z-]+)", line)
         for figure in re.findall(r"\d+(?:\.\d+)?", line)
     ]
-    assert len(claims) >= 8, "the README has figures"
+    assert len(claims) >= 8, "the pages have figures"
     assert [
         figure for figure, section in claims if not re.search(rf"(?<![\d.]){re.escape(figure)}(?![\d.]\d)", section)
     ] == []
