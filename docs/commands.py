@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import click
 
-from phalanx._src.launch.cli import main
+from phalanx._src.tools.cli import main
 
 _CODE_OR_OPTION = re.compile(r"`[^`]*`|(?<![\w-])--?[a-z][\w-]*")
 

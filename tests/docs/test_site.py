@@ -17,7 +17,7 @@ import click
 import pytest
 
 import phalanx
-from phalanx._src.launch.cli import main
+from phalanx._src.tools.cli import main
 
 ROOT = Path(__file__).parents[2]
 SEARCHES = {

@@ -280,7 +280,7 @@ def test_checkpoints_between_whole_and_sharded(tmp_path: Any) -> None:
         {"model_axis": ("model", 2)},
     ],
 )
-def test_options_that_need_whole_gradients(options: dict[str, Any]) -> None:
+def test_options_that_need_full_gradients(options: dict[str, Any]) -> None:
     with pytest.raises(
         InvalidArgumentError, match=r"weight_update_sharding=True with .*[.]\nHINT: leave one of them out"
     ):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a training the user's code has been told."""
+"""How much of a training run the user's code has been told."""
 
 from typing import final
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""When a training in an elastic group copies its variables."""
+"""When a training run in an elastic group copies its variables."""
 
 import math
 import time

@@ -92,7 +92,7 @@ class Training:
         self._schedule = CopySchedule(strategy.elastic.copy_every)
         self._reported = ReportedProgress()
         self.step, self.source, self.has_changed = 0, 0, True
-        # The number of steps that the watch knew when the present step began. None between two steps.
+        # The number of steps that the watchdog knew when the present step began. None between two steps.
         self._steps_before: int | None = None
         self._steps_to_collect = 0
         self._call = next(_calls)

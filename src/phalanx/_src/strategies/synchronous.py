@@ -149,7 +149,7 @@ def update_sharding_of(
       layout: its argument `layout`, or `model_axis`.
 
     Raises:
-      InvalidArgumentError: `choice` is not a bool or None, or another argument needs whole gradients.
+      InvalidArgumentError: `choice` is not a bool or None, or another argument needs full gradients.
     """
     if not isinstance(choice, bool | None):
         raise InvalidArgumentError(

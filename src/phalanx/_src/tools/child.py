@@ -33,7 +33,7 @@ def main(module: str, *arguments: str) -> None:
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
-        # A script that the module runs may have lost a connection of its own.
+        # A script that the module runs may have lost its own connection.
         if not _has_no_reader(sys.stdout):
             raise
         # Python flushes the output once more at its end.

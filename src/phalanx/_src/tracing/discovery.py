@@ -494,7 +494,7 @@ class Entry:
         return self.value
 
     def holding(self, value: jax.Array) -> jax.Array:
-        """Returns what this replica holds of a value of the variable."""
+        """Returns this replica's share of a value of the variable."""
         return value
 
     def shard(self, dim: int) -> jax.Array:

@@ -84,7 +84,7 @@ def export_graph(
 def signature_of(
     raw: PyTree, exported: export.Exported, columns: Sequence[Any] = (), classes: Sequence[str] | None = None
 ) -> dict[str, Any]:
-    """Returns what a program of predictions takes, as JSON."""
+    """Returns the inputs of a program of predictions, as JSON."""
     return {
         "features": {name: [str(x.dtype), list(x.shape[1:])] for name, x in named(raw).items()},
         "is_dict": isinstance(raw, Mapping),

@@ -53,7 +53,7 @@ class Comparison:
         """Answers the processes that wait, on rank 0, once every process waits or is in that step already."""
         if self._members.rank != 0:
             return
-        # Called by the watch and by a main thread that asks, and only one may answer.
+        # Called by the watchdog and by a main thread that asks, and only one may answer.
         with self._settling:
             members = self._members.by_rank
             for message in (self._operations.report(), ComparisonRequest(self.signature)):

@@ -22,7 +22,7 @@ from phalanx._src.cluster.watch.reporting import Connections, Operations
 from phalanx._src.cluster.watch.verdict import Members, Verdict
 
 GRACE_S = 20.0
-"""Longest time in seconds in which the main thread can end with an error of its own."""
+"""Longest time in seconds in which the main thread can end with its own error."""
 _GRACE_IN_STEP_S = 5.0
 _LEAVE_S = 2.0, 10.0
 """Shortest and longest time in seconds in which a process must leave a group that has lost another one: some steps."""
@@ -169,7 +169,7 @@ class Departure:
 
     @property
     def _grace_s(self) -> float:
-        """WatchTime for the main thread to end with an error of its own, which shows its current line."""
+        """Time for the main thread to end with its own error, which shows its current line."""
         if self._operations.has_left:
             return 0.0
         return _GRACE_IN_STEP_S if self._operations.depth else GRACE_S

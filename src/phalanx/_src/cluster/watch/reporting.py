@@ -63,7 +63,7 @@ class Operations:
             self.end(is_step=is_step, has_failed=True)
 
     def report(self) -> ProgressReport:
-        """Returns what the others need to know."""
+        """Returns the report for the others."""
         return ProgressReport(self.turn, self.step, self.depth > 0, self.has_left, self.is_told, self.has_lost_step)
 
 

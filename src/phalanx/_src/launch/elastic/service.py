@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""JAX's coordination services, in a process of their own: the launcher does not import JAX."""
+"""JAX's coordination services, in a separate process: the launcher does not import JAX."""
 
 import subprocess
 import sys

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which parameter server holds which part of which variable, and how many bytes that are."""
+"""The parts of variables that each parameter server holds, and their bytes."""
 
 from collections.abc import Collection, Iterable, Mapping
 from typing import final

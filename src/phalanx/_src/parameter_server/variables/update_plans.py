@@ -78,7 +78,7 @@ class UpdatePlans:
           InvalidArgumentError: the optimizer needs whole variables or all gradients, but several servers have parts of them.
         """
         with self._homes.servers.lock:
-            # Its slots must exist before they can be placed beside their variables.
+            # Its slots must exist before they can be placed next to their variables.
             compat.build_optimizer(update.optimizer, update.variables)
             self._homes.take_in(compat.trained_by(update.optimizer, None))
             self._check_divisible(update)

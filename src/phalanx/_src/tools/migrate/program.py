@@ -88,7 +88,7 @@ def _migrated(wrapper: MetadataWrapper, table: NameTable, report: Report) -> cst
     flow = ControlFlow(names, regions)
     walk(module, flow)
     layout = Layout(parents, wrapper.resolve(PositionProvider), scopes)
-    transformer = Transformer(names, regions, flow, table, report, layout)
+    transformer = Transformer(names=names, regions=regions, flow=flow, table=table, report=report, layout=layout)
     changed = module.visit(transformer)
     bindings = names.bindings.values()
     return changed.visit(Imports(bindings, transformer.remaining, transformer.roots, names.assigned))

@@ -31,7 +31,7 @@ _TAKE_SHAPES = {
 @final
 @dataclass(frozen=True)
 class Layout:
-    """Where the nodes of a module stand.
+    """The positions of the nodes of a module.
 
     Attributes:
       parents: the parent of each node.
@@ -63,6 +63,7 @@ class Transformer(cst.CSTTransformer):
 
     def __init__(
         self,
+        *,
         names: UsedNames,
         regions: Regions,
         flow: ControlFlow,
