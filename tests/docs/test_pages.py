@@ -121,7 +121,7 @@ def test_readme_shows_what_two_workers_print(tmp_path):
 @pytest.mark.exhaustive("test_readme_shows_what_two_workers_print, and tests/cluster/test_elastic.py")
 def test_first_page_trains_in_two_processes(tmp_path):
     """Its script, with fewer epochs."""
-    program = program_of("docs/start.md", "python train").replace("epochs=500", "epochs=2")
+    program = program_of("docs/start.md", "python train").replace("epochs=5000", "epochs=2")
     assert [line for line in launched(program, tmp_path / "train.py", "1:2") if "11/11" in line]
 
 
