@@ -198,3 +198,10 @@ def test_values_that_are_no_arrays(strategy):
         strategy.experimental_distribute_values_from_function(1)
     with pytest.raises(InvalidArgumentError, match="strategy=1: must be a strategy"):
         phalanx.explain_sharding(np.ones(4), 1)
+
+
+def test_lone_mirrored_result_is_told_apart(strategy):
+    """JAX compares the structures of all results, that of a PerReplica after that of a Mirrored too."""
+    assert isinstance(strategy.run(lambda: Mirrored(jnp.ones(2))), Mirrored)
+    replica_ids = strategy.run(lambda: jnp.ones(()) * phalanx.get_replica_context().replica_id_in_sync_group)
+    assert [float(x) for x in replica_ids.values] == [0.0, 1.0]

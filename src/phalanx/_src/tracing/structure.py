@@ -45,8 +45,12 @@ class _PerReplica(NamedTuple):
         return PerReplica(next(arrays), self.rows, self.batch)
 
 
-class _Mirrored(NamedTuple):
-    """A leaf that is a `Mirrored`, whose value has the structure `tree`."""
+@dataclass(frozen=True)
+class _Mirrored:
+    """A leaf that is a `Mirrored`, whose value has the structure `tree`.
+
+    No tuple, because tuples of different classes compare their items, and a structure of JAX refuses to be compared with others.
+    """
 
     tree: PyTree
 
