@@ -33,9 +33,8 @@ def _sections(
 
 def _paragraphs(text: str) -> Iterator[str]:
     for paragraph in text.split("\n\n"):
-        verbatim = paragraph.removeprefix(
-            "\b\n"
-        )  # Click's mark of a paragraph that it does not wrap.
+        # Click marks a paragraph that it does not wrap by a backspace.
+        verbatim = paragraph.removeprefix("\b\n")
         if verbatim != paragraph:
             yield f"```text\n{verbatim}\n```\n"
         else:
