@@ -4,9 +4,11 @@
 """
 
 import json
+import multiprocessing
 import os
 import runpy
 import sys
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -44,17 +46,28 @@ def record_expressions():
     _write("expressions.json", values)
 
 
-def record_programs(names):
-    """Writes the losses of the programs, which find two CPU devices."""
+def in_tensorflow(path):
+    """Returns the losses of a program, which finds two CPU devices. None if TensorFlow cannot run it any more."""
     import tensorflow as tf
 
     device = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(device, [tf.config.LogicalDeviceConfiguration()] * 2)
+    try:
+        return losses_of(path)
+    except Exception as e:
+        print(f"{path.name}: {type(e).__name__}: {e}")
+        return None
+
+
+def record_programs(names):
+    """Writes the losses of the programs. Each runs in a process of its own, as devices cannot change later."""
     file = FOLDER / "programs.json"
     losses = json.loads(file.read_text()) if names and file.exists() else {}
-    for path in sorted((FOLDER / "programs").glob("*.py")):
-        if path.name in names or not names:
-            losses[path.name] = losses_of(path)
+    paths = [path for path in sorted((FOLDER / "programs").glob("*.py")) if path.name in names or not names]
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=spawn, max_tasks_per_child=1) as pool:
+        for path, recorded in zip(paths, pool.map(in_tensorflow, paths), strict=True):
+            losses[path.name] = recorded
             _write("programs.json", dict(sorted(losses.items())))
 
 
@@ -66,7 +79,7 @@ def _write(name, values):
 def main(what="all", *names):
     """Records what is asked for: `expressions`, `programs` with names of files or with none, or all."""
     if what in {"all", "programs"}:
-        record_programs(names)  # First, because devices cannot change later.
+        record_programs(names)
     if what in {"all", "expressions"}:
         record_expressions()
 

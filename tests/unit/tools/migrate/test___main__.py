@@ -63,6 +63,42 @@ def test_new_file_gets_the_name_that_is_given(migrate, tmp_path):
     assert (tmp_path / "new.py").read_text() == NEW
 
 
+def test_bad_files_of_a_folder_do_not_stop_the_others(migrate, tmp_path):
+    """Links are not followed, encodings and line ends stay, and each bad file is named."""
+    (tmp_path / "out.py").write_text(GOOD)
+    folder = tmp_path / "p"
+    (folder / "folder.py").mkdir(parents=True)
+    (folder / "link.py").symlink_to("../out.py")
+    (folder / "dangling.py").symlink_to("nowhere.py")
+    files = {
+        "a.py": GOOD.replace("\n", "\r\n").encode(),
+        "b.py": b"import tensorflow as tf\ndef f(:\n",
+        "c.py": "# coding: latin-1\nimport tensorflow as tf\nx = tf.constant('ä')\n".encode("latin-1"),
+        "d.py": b"import tensorflow as tf\nx = '\xe4'\n",
+        "e.py": b"",
+        "f.ipynb": b"{",
+    }
+    for name, source in files.items():
+        (folder / name).write_bytes(source)
+    code, _, report = migrate("p", in_place=True)
+    assert code == 2
+    assert [line.split(":")[0] for line in report.splitlines() if not line.startswith(" ")] == [f"p/{f}" for f in files]
+    assert (tmp_path / "out.py").read_text() == GOOD
+    assert (folder / "a.py").read_bytes() == NEW.replace("\n", "\r\n").encode()
+    assert "ä".encode("latin-1") in (folder / "c.py").read_bytes()
+    for name, line in (("b.py", 2), ("d.py", 2), ("f.ipynb", 1)):
+        assert (folder / name).read_bytes() == files[name]
+        assert f"p/{name}: 0 changes, 1 line to look at\n  line {line}: this is not" in report
+
+
+def test_file_that_cannot_be_written_is_named(migrate, tmp_path):
+    (tmp_path / "a.py").write_text(GOOD)
+    code, _, report = migrate("a.py", "a.py/new.py")
+    assert code == 2
+    assert "a.py: File exists" in report
+    assert (tmp_path / "a.py").read_text() == GOOD
+
+
 @pytest.mark.parametrize(
     ("path", "output", "reason"), [("no.py", None, "there is no such file"), (".", "a.py", "a folder needs a folder")]
 )

@@ -27,11 +27,30 @@ def test_cells_are_migrated_together():
     assert migration.report.exit_code == 0
     assert sources(migration.source) == [
         "!pip install tensorflow\nimport phalanx\nimport keras",
-        "%time x = tf.ones(1)\nx = keras.ops.ones(1)",
+        "%time x = keras.ops.ones(1)\nx = keras.ops.ones(1)",
         "%%bash\nls",
     ]
     assert "tensorflow ä".encode() in migration.source
     assert migrate_notebook(migration.source, "a.ipynb", the_table()).source == migration.source
+
+
+def test_lines_that_are_not_python_are_told_from_those_that_are():
+    """Continued commands, indented cells and lines that begin with an operator are what IPython takes them for."""
+    before = notebook(
+        "import tensorflow as tf",
+        "!pip install \\\n  numpy\nx = tf.ones(1)",
+        "  for i in a:\n    x = tf.ones(1)",
+        "print('%s'\n      %tf.ones(1))",
+        "%timeit -n 10 tf.ones(1)\nfiles = !ls\n%matplotlib inline",
+    )
+    migration = migrate_notebook(before, "a.ipynb", the_table())
+    assert migration.report.exit_code == 0
+    assert sources(migration.source)[1:] == [
+        "!pip install \\\n  numpy\nx = keras.ops.ones(1)",
+        "for i in a:\n  x = keras.ops.ones(1)",
+        "print('%s'\n      %keras.ops.ones(1))",
+        "%timeit -n 10 keras.ops.ones(1)\nfiles = !ls\n%matplotlib inline",
+    ]
 
 
 def test_report_names_cell_and_line():
@@ -46,5 +65,6 @@ def test_notebook_without_tensorflow_stays_byte_for_byte():
 
 
 def test_file_that_is_not_a_notebook_is_reported():
-    migration = migrate_notebook(b"{}", "a.ipynb", the_table())
-    assert (migration.report.exit_code, migration.source) == (2, b"{}")
+    for source in (b"{}", b"[]", b"{"):
+        migration = migrate_notebook(source, "a.ipynb", the_table())
+        assert (migration.report.exit_code, migration.source) == (2, source)

@@ -9,7 +9,7 @@ from hypothesis import given
 from tests.migrate.record import FOLDER, expressions
 
 from phalanx._src.tools.migrate.program import migrate
-from phalanx._src.tools.migrate.table import the_table
+from phalanx._src.tools.migrate.table import NameTable, Row, the_table
 
 PROGRAMS = sorted((FOLDER / "programs").glob("*.py"))
 HEAD = "import tensorflow as tf\n"
@@ -47,6 +47,10 @@ def comments(source):
         ("x = tf.shape(a)[0]", "x = keras.ops.shape(a)[0]"),
         ("x = map(tf.square, a)", "x = map(keras.ops.square, a)"),
         ("x = tf.cond(a > 0, lambda: a, lambda: b)", "x = phalanx.cond(a > 0, lambda: a, lambda: b)"),
+        ("x = f(act=tf.nn.gelu)", "x = f(act=lambda features: keras.ops.gelu(features, approximate=False))"),
+        ("x, y = tf.math.top_k(a, k=2)", "x, y = keras.ops.top_k(a, 2, sorted=True)"),
+        ("x = tf.range(2, 5)", "x = keras.ops.arange(2, 5)"),
+        ("x = tf.compat.v1.distribute.get_strategy()", "x = phalanx.get_strategy()"),
         ("x = tf.print('loss', a)", "x = jax.debug.print('loss {}', a)"),
     ],
 )
@@ -74,6 +78,8 @@ def test_line_becomes_another(before, after):
         ("tf.keras.optimizers.Adam(decay=0.1)", "the argument `decay` has no counterpart"),
         ("tf.reduce_sum(*args)", "write the arguments of `*args` one by one"),
         ("v.scatter_nd_add(a, b)", "HINT: v.assign"),
+        ("x = tf.math.top_k(a)", "a pair without names"),
+        ("getattr(tf, 'sum')(1)", "a module has no counterpart as a value"),
         ("use(tf)", "a module has no counterpart as a value"),
         ("tf.linalg.svd(a)", "HINT: u, s, vt"),
     ],
@@ -93,7 +99,7 @@ def test_unsafe_line_is_marked_and_not_guessed(line, reason):
     ("source", "reason"),
     [
         ("from tensorflow import *\n", "write the names"),
-        (f"{HEAD}getattr(tf, 'sum')(1)\n", "not in the source"),
+        (f"{HEAD}getattr(tf, name)(1)\n", "not in the source"),
         (f"{HEAD}eval('tf.ones(1)')\n", "`eval`"),
         ("import tensorflow.compat.v1 as tf\nwith tf.Session() as s:\n    pass\n", "sessions of TensorFlow 1"),
         (f"{HEAD}tf = None\ntf.ones(1)\n", "something else"),
@@ -116,6 +122,22 @@ def test_file_that_is_not_python_is_reported_with_its_line(source):
     assert migration.report.exit_code == 2
     assert migration.source == source.encode()
     assert "this is not Python 3" in migration.report.lines()[1]
+
+
+def test_expression_that_is_too_deep_is_reported():
+    source = b"import tensorflow as tf\nx = " + b"-" * 500 + b"tf.ones(1)\n"
+    migration = migrate(source, "train.py", the_table())
+    assert (migration.report.exit_code, migration.source) == (2, source)
+    assert "too deep" in migration.report.lines()[1]
+
+
+def test_note_is_that_of_the_row_that_fits():
+    rows = [
+        Row.parse("tf.f\tkeras.ops.abs\tx way=1 / \tfirst"),
+        Row.parse("tf.f\tkeras.ops.exp\tx way=2 / \tsecond"),
+    ]
+    report = migrate(f"{HEAD}tf.f(1, way=2)\n".encode(), "train.py", NameTable(rows)).report
+    assert [finding.text for finding in report.findings] == ["tf.f -> keras.ops.exp (second)"]
 
 
 @pytest.mark.parametrize("source", [b"", b"x = 1\r\n", b"\xff\xfe", b"# tensorflow\nimport numpy\n", b"def f(:\n"])

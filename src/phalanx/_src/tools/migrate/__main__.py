@@ -43,32 +43,34 @@ def _run(path: Path, output: str | None, in_place: bool, check: bool) -> int:
     for file in files:
         try:
             source = file.read_bytes()
+            migration = (migrate_notebook if file.suffix == ".ipynb" else migrate)(source, str(file), the_table())
+            codes.append(migration.report.exit_code)
+            print(*migration.report.lines(), sep="\n", file=sys.stderr)
+            if check:
+                continue
+            if in_place or output is not None:
+                target = file if in_place else _target(file, path, Path(str(output)))
+                if target != file or migration.source != source:
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    target.write_bytes(migration.source)
+            else:
+                _print_diff(source, migration.source, file)
         except OSError as e:
-            print(f"{file}: {e.strerror}", file=sys.stderr)
+            print(f"{e.filename}: {e.strerror}", file=sys.stderr)
             codes.append(2)
-            continue
-        migration = (migrate_notebook if file.suffix == ".ipynb" else migrate)(source, str(file), the_table())
-        codes.append(migration.report.exit_code)
-        print(*migration.report.lines(), sep="\n", file=sys.stderr)
-        if check:
-            continue
-        if in_place or output is not None:
-            target = file if in_place else _target(file, path, Path(str(output)))
-            if target != file or migration.source != source:
-                target.parent.mkdir(parents=True, exist_ok=True)
-                target.write_bytes(migration.source)
-        else:
-            _print_diff(source, migration.source, file)
     return max(codes)
 
 
 def _files(path: Path) -> list[Path]:
     if path.is_dir():
+        # Not through links, which may lead out of the folder.
         return sorted(
             file
             for suffix in (".py", ".ipynb")
             for file in path.rglob(f"*{suffix}")
-            if not any(part.startswith(".") for part in file.relative_to(path).parts)
+            if file.is_file()
+            and not file.is_symlink()
+            and not any(part.startswith(".") for part in file.relative_to(path).parts)
         )
     if path.exists():
         return [path]

@@ -27,8 +27,10 @@ def source_of(node: cst.CSTNode) -> str:
     return cst.Module([]).code_for_node(node)
 
 
-def migrated(rows: Sequence[Row], call: cst.Call, func: cst.BaseExpression | None = None) -> cst.BaseExpression:
-    """Returns a call of TensorFlow as a call of its target.
+def migrated(
+    rows: Sequence[Row], call: cst.Call, func: cst.BaseExpression | None = None
+) -> tuple[Row, cst.BaseExpression]:
+    """Returns the row that fits a call of TensorFlow, and the call of its target.
 
     Args:
       rows: the rows of the name that is called.
@@ -49,11 +51,10 @@ def migrated(rows: Sequence[Row], call: cst.Call, func: cst.BaseExpression | Non
             reasons.append(row.note)
             continue
         if row.kind == "name":
-            return call.with_changes(
-                func=func or cst.parse_expression(row.target), args=_arguments(row, call.args, bound)
-            )
+            target = func or cst.parse_expression(row.target)
+            return row, call.with_changes(func=target, args=_arguments(row, call.args, bound))
         receiver = {"self": cst.Arg(call.func.value)} if isinstance(call.func, cst.Attribute) else {}
-        return _filled(row.target, {**receiver, **{argument.name: arg for argument, arg in bound}})
+        return row, _filled(row.target, {**receiver, **{argument.name: arg for argument, arg in bound}})
     raise MismatchError(reasons[-1])
 
 
@@ -175,6 +176,14 @@ def _filled(text: str, args: Mapping[str, cst.Arg]) -> cst.BaseExpression:
         function = function.with_changes(body=expression)
         return cst.Call(function, [cst.Arg(value) for _, value in wrapped])
     return in_parentheses(expression)
+
+
+def as_function(row: Row) -> cst.BaseExpression:
+    """Returns the template of a row as a function of the arguments that must be passed."""
+    required = [argument.name for argument in row.arguments if argument.is_required]
+    body = _filled(row.target, {name: cst.Arg(cst.Name(name)) for name in required})
+    function = cst.ensure_type(cst.parse_expression(f"lambda {', '.join(required)}: 0"), cst.Lambda)
+    return function.with_changes(body=body)
 
 
 def in_parentheses(node: cst.BaseExpression) -> cst.BaseExpression:

@@ -12,6 +12,9 @@ from phalanx._src.tools.migrate.table import NameTable
 
 Chain = cst.Name | cst.Attribute
 
+_THE_SAME_IN_1 = tuple(f"tf.compat.v1.{name}" for name in ("config", "data", "distribute", "io", "keras"))
+"""Modules of TensorFlow 1 whose names are also those of TensorFlow 2."""
+
 
 @final
 class RefusedError(Exception):
@@ -81,8 +84,9 @@ def path_in_tensorflow(name: str) -> str:
     if not name.startswith("tensorflow."):
         return ""
     path = "tf." + name.removeprefix("tensorflow.")
-    for prefix, plain in (("tf.compat.v2", "tf"), ("tf.compat.v1.keras", "tf.keras"), ("tf._api.v2.v2", "tf")):
+    for prefix in ("tf.compat.v2", "tf._api.v2.v2", *_THE_SAME_IN_1):
         if path == prefix or path.startswith(prefix + "."):
+            plain = prefix.replace("tf.compat.v1", "tf") if prefix in _THE_SAME_IN_1 else "tf"
             return plain + path.removeprefix(prefix)
     return path
 

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Notebooks: their code cells are migrated together, because names of one cell are used in others."""
 
+import ast
 import json
 import re
+import textwrap
+import warnings
 from typing import final
 
 from phalanx._src.tools.migrate.program import Migration, migrate
@@ -13,8 +16,21 @@ from phalanx.typing import PyTree
 _CELL = "__phalanx_cell__"
 _MAGIC = "__phalanx_magic__"
 _OF_CELL = re.compile(rf"^{_CELL}\((\d+)\)\n", re.MULTILINE)
-_OF_MAGIC = re.compile(rf"{_MAGIC}\((\d+)\)")
-_IS_MAGIC = re.compile(r"^(\s*)((?:\w+\s*=\s*)?[!%]{1,2}\S.*|\?.*|.*\w\?)$")
+_OF_MAGIC = re.compile(rf"{_MAGIC}\((\d+)\)(?:; )?")
+_LINE = re.compile(r"^(?:.*\\\n)*.*$", re.MULTILINE)
+"""A line with those that continue it."""
+_IS_MAGIC = re.compile(r"^([ \t]*)((?:\w+\s*=\s*)?(?:%%?[A-Za-z]|!).*|\?.*|.*\w\?)$", re.DOTALL)
+_HAS_CODE = re.compile(r"^([ \t]*)(%(?:time|timeit|prun)(?: +-\w+(?: *\d+)?)* +)(\w.*)$", re.DOTALL)
+"""A magic before a statement of Python."""
+
+
+def _is_python(source: str) -> bool:
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            ast.parse(source)
+    except (SyntaxError, ValueError):
+        return False
+    return True
 
 
 @final
@@ -26,12 +42,17 @@ class _Magics:
 
     def hidden(self, source: str) -> str:
         """Returns the source of a cell with a call for each line that is not Python."""
+        source = textwrap.dedent(source)  # As IPython does.
+        if _is_python(source):
+            return source
         lines = source.split("\n")
         if lines[0].startswith("%%") and not lines[0].startswith(("%%time", "%%capture", "%%prun")):
             return self._call(source)  # The cell is of another language.
-        return "\n".join(self._line(line) for line in lines)
+        return _LINE.sub(lambda match: self._line(match[0]), source)
 
     def _line(self, line: str) -> str:
+        if match := _HAS_CODE.match(line):
+            return f"{match[1]}{self._call(match[2])}; {match[3]}"
         match = _IS_MAGIC.match(line)
         return match[1] + self._call(match[2]) if match else line
 
@@ -56,8 +77,10 @@ def migrate_notebook(source: bytes, path: str, table: NameTable) -> Migration:
         notebook = json.loads(source)
         cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
         sources = ["".join(cell["source"]) for cell in cells]
-    except (ValueError, KeyError, TypeError) as e:
-        return Migration(source, Report(path, [Finding(1, UNREADABLE, f"this is not a notebook: {e!r}")]))
+    except ValueError as e:
+        return Migration(source, Report(path, [Finding(1, UNREADABLE, f"this is not a notebook: {e}")]))
+    except (KeyError, TypeError):
+        return Migration(source, Report(path, [Finding(1, UNREADABLE, "this is JSON, but not a notebook of cells")]))
     magics = _Magics()
     program = "".join(f"{_CELL}({i})\n{magics.hidden(text)}\n" for i, text in enumerate(sources))
     migration = migrate(program.encode(), path, table)
@@ -67,7 +90,8 @@ def migrate_notebook(source: bytes, path: str, table: NameTable) -> Migration:
     parts = _OF_CELL.split(migration.source.decode())
     # New imports stand in the first cell that imports TensorFlow, so nothing stands before the first cell.
     for number, text in zip(parts[1::2], parts[2::2], strict=True):
-        _set_source(cells[int(number)], sources[int(number)], magics.shown(text.removesuffix("\n")))
+        before = textwrap.dedent(sources[int(number)])
+        _set_source(cells[int(number)], before, magics.shown(text.removesuffix("\n")))
     end = "\n" if source.endswith(b"\n") else ""
     return Migration((json.dumps(notebook, indent=_indent(source), ensure_ascii=False) + end).encode(), report)
 

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The migration of one program."""
 
+import ast
 import contextlib
 import gc
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import final
@@ -49,20 +51,35 @@ def migrate(source: bytes, path: str, table: NameTable) -> Migration:
     try:
         module = cst.parse_module(source)
     except (cst.ParserSyntaxError, UnicodeDecodeError, SyntaxError, ValueError) as e:
-        line = e.raw_line if isinstance(e, cst.ParserSyntaxError) else 1
-        reason = e.message if isinstance(e, cst.ParserSyntaxError) else str(e)
-        report.add(line, UNREADABLE, f"this is not Python 3: {reason.splitlines()[0]}")
+        report.add(*_why_unreadable(source, e))
         return Migration(source, report)
     wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
     try:
         with _no_collection():
             migrated = _migrated(wrapper, table, report)
+    except RecursionError:
+        unread = Report(path)
+        unread.add(1, UNREADABLE, "its expressions are too deep. Write the longest one in several statements.")
+        return Migration(source, unread)
     except RefusedError as e:
         positions = wrapper.resolve(PositionProvider)
         refused = Report(path)
         refused.add(positions[e.node].start.line if e.node in positions else 1, LOOK, f"nothing was changed: {e.text}")
         return Migration(source, refused)
     return Migration(migrated.bytes, report)
+
+
+def _why_unreadable(source: bytes, error: Exception) -> tuple[int, str, str]:
+    """Returns the line, the kind and the text of a finding. Python explains errors better than libcst."""
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            compile(source, "program", "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
+    except SyntaxError as e:
+        return e.lineno or 1, UNREADABLE, f"this is not Python 3: {e.msg}"
+    except ValueError as e:  # A null byte, and an encoding that does not fit.
+        return 1, UNREADABLE, f"this is not Python 3: {e}"
+    line = error.raw_line if isinstance(error, cst.ParserSyntaxError) else 1
+    return line, UNREADABLE, f"libcst cannot read this: {str(error).splitlines()[0]}"
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from phalanx._src.tools.migrate.calls import source_of
 from phalanx._src.tools.migrate.names import RefusedError, UsedNames, dotted
 
 _SESSIONS = {
-    "ConfigProto", "Graph", "InteractiveSession", "Session", "disable_eager_execution", "disable_v2_behavior",
+    "Graph", "InteractiveSession", "Session", "disable_eager_execution", "disable_v2_behavior",
     "get_default_graph", "get_variable", "global_variables_initializer", "placeholder", "reset_default_graph",
     "variable_scope",
 }  # fmt: skip
@@ -42,7 +42,8 @@ class Refusals(cst.CSTVisitor):
         if name in {"eval", "exec"} and self._names.bindings:
             raise RefusedError(node, f"`{name}` may use names that are not in the source.")
         reference = self._names.reference(values[0]) if values else None
-        if name in {"getattr", "setattr", "hasattr"} and reference is not None:
+        is_hidden = len(values) > 1 and not isinstance(values[1], cst.SimpleString)
+        if name in {"getattr", "setattr", "hasattr"} and reference is not None and is_hidden:
             raise RefusedError(
                 node, f"`{source_of(node)}` uses a name that is not in the source. Write {reference.path}.name."
             )

@@ -10,7 +10,7 @@ import libcst.matchers as m
 from libcst.metadata import CodeRange, Scope
 from typing_extensions import override
 
-from phalanx._src.tools.migrate.calls import MismatchError, migrated, source_of
+from phalanx._src.tools.migrate.calls import MismatchError, as_function, in_parentheses, migrated, source_of
 from phalanx._src.tools.migrate.flow import ControlFlow
 from phalanx._src.tools.migrate.forms import FORMS, LookError
 from phalanx._src.tools.migrate.imports import MODULES, REMOVED
@@ -22,6 +22,9 @@ from phalanx._src.tools.migrate.table import NameTable, Row
 CSTNodeT = TypeVar("CSTNodeT", bound=cst.CSTNode)
 
 MARK = "# phalanx: "
+_PAIRS = {"tf.math.top_k", "tf.nn.top_k"}
+"""Names of TensorFlow whose results are pairs with names, and whose targets return pairs."""
+
 _TAKE_SHAPES = {
     "tf.broadcast_to", "tf.fill", "tf.ones", "tf.random.normal", "tf.random.truncated_normal", "tf.random.uniform",
     "tf.reshape", "tf.zeros",
@@ -69,6 +72,7 @@ class Transformer(cst.CSTTransformer):
         flow: ControlFlow,
         table: NameTable,
         report: Report,
+        *,
         layout: Layout,
     ) -> None:
         super().__init__()
@@ -207,6 +211,8 @@ class Transformer(cst.CSTTransformer):
             new: cst.BaseExpression = updated.with_changes(func=cst.Name("range"))
         elif path == "tf.shape" and not self._is_shape(original):
             raise LookError("its target is a tuple of numbers. HINT: keras.ops.array(x.shape) for an array")
+        elif path in _PAIRS and not self._is_unpacked(original):
+            raise LookError("its target is a pair without names. HINT: values, indices = keras.ops.top_k(x, k)")
         elif path in FORMS:
             new = FORMS[path](updated)
         elif rest or row.kind == "expression":
@@ -215,7 +221,7 @@ class Transformer(cst.CSTTransformer):
             is_spelled = row.kind == "name" and reference.is_spelled(row.target)
             if is_spelled:
                 self.remaining.add(id(reference.binding))
-            new = migrated(rows, updated, original.func if is_spelled else None)
+            row, new = migrated(rows, updated, original.func if is_spelled else None)
         self._need(new)
         self._change(original, path, _target_of(row, new) + rest, row.note)
         if row.note.startswith("look: "):
@@ -232,6 +238,12 @@ class Transformer(cst.CSTTransformer):
         rows = self._rows(original, reference)
         if rows is None:
             return updated
+        if rows[0].kind == "template" and len(rows) == 1:
+            new = as_function(rows[0])
+            self._need(new)
+            self._change(original, reference.path, source_of(new), rows[0].note)
+            parent = self._layout.parents[original]
+            return new if isinstance(parent, cst.Arg | cst.Assign) else in_parentheses(new)
         if rows[0].kind not in {"name", "expression"}:
             hint = rows[0].note if rows[0].kind == "none" else f"it must be called here. HINT: {rows[0].target}"
             self._keep(original, reference, hint)
@@ -306,6 +318,13 @@ class Transformer(cst.CSTTransformer):
         call = self._layout.parents[parent]
         return isinstance(call, cst.Call) and self._regions.path(call.func) in _TAKE_SHAPES
 
+    def _is_unpacked(self, call: cst.Call) -> bool:
+        """Whether a pair is used in a way that needs no names, as by `a, b = pair` or `pair[0]`."""
+        parent = self._layout.parents[call]
+        if isinstance(parent, cst.Assign):
+            return all(isinstance(target.target, cst.Tuple | cst.List) for target in parent.targets)
+        return isinstance(parent, cst.Subscript) and parent.value is call
+
     @override
     def leave_Expr(self, original_node: cst.Expr, updated_node: cst.Expr) -> cst.Expr:
         return REMOVED.deep_clone() if id(original_node.value) in self._dropped else updated_node
@@ -322,12 +341,12 @@ class Transformer(cst.CSTTransformer):
             return updated
         try:
             func = updated.func.with_changes(attr=cst.Name(rows[0].target)) if rows[0].kind == "name" else None
-            new = migrated(rows, updated, func)
+            row, new = migrated(rows, updated, func)
         except MismatchError as e:
             self._look(original, f".{name}()", str(e))
             return updated
         self._need(new)
-        self._change(original, f".{name}()", rows[0].target, rows[0].note)
+        self._change(original, f".{name}()", row.target, row.note)
         return self._with_comments(original, new)
 
     def _with_comments(self, original: cst.Call, new: cst.BaseExpression) -> cst.BaseExpression:
