@@ -144,7 +144,6 @@ def test_servers_that_are_restarted(strategy_of, bound, monkeypatch):
         x = next(iterator) * 0.0 + np.ones((2, 6), "float32")
         return train(x, 3.0)
 
-    before = coordinator.status()
     values = [coordinator.schedule(step, args=(iterator,)) for _ in range(300)]
     values[50].fetch()
     kill(servers_of(strategy)[1])
@@ -154,9 +153,9 @@ def test_servers_that_are_restarted(strategy_of, bound, monkeypatch):
     wait_until(lambda: not is_there(stopped))
     losses = coordinator.fetch(values)
     assert losses[-1] < 0.5 * losses[0]
-    # What came after the last snapshots is gone.
-    # A server may be lost after it has applied an update, and before it has said so. The worker then sends it again.
-    assert 100 < int(counter.value) <= coordinator.status().updates - before.updates
+    # What came after the last snapshots is gone. A server may be lost after it has applied an update, and before it has said so:
+    # no step counts twice.
+    assert 100 < int(counter.value) <= len(values)
     assert np.isfinite(model.get_weights()[0]).all()
 
 

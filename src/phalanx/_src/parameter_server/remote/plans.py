@@ -7,7 +7,7 @@ Programs and placements are sent once and referred to by number. A step then nee
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.export
@@ -99,6 +99,10 @@ class Pusher(NamedTuple):
 
     worker: int
     life: int
+
+
+State: TypeAlias = tuple[dict[int, np.ndarray], dict[int, Label], dict[Pusher, int]]
+"""What a server holds: values and labels by key, and the number of the last push of each worker that was applied."""
 
 
 class Rows(NamedTuple):
@@ -239,6 +243,20 @@ class Decision:
     parts: dict[int, list[tuple[tuple[Pusher, int], Any]]]
 
 
+class Pushed(NamedTuple):
+    """A push that may have been applied, and the results of its step.
+
+    Args:
+      number: number of the push.
+      variant: variant of the results.
+      arrays: arrays of the results.
+    """
+
+    number: int
+    variant: int
+    arrays: list[np.ndarray]
+
+
 @dataclass
 class StepReport:
     """A worker's report on some tasks. The steps after `results` were not run, except that the next one may have failed.
@@ -247,6 +265,7 @@ class StepReport:
       results: variant and arrays of each finished step, in order.
       error: exception that the next step raised.
       unknown: shapes of the batches of the next step, if the worker has no program for them.
+      pushed: the push of the next step, if no server has answered it.
       has_lost_server: whether a server could not be reached.
       is_fenced: whether the servers have declared this worker lost.
     """
@@ -254,6 +273,7 @@ class StepReport:
     results: list[tuple[int, list[np.ndarray]]] = field(default_factory=list)
     error: BaseException | None = None
     unknown: Any = None
+    pushed: Pushed | None = None
     has_lost_server: bool = False
     is_fenced: bool = False
 

@@ -29,6 +29,7 @@ from phalanx._src.parameter_server.remote.plans import (
     LostServerError,
     Push,
     Pusher,
+    State,
     UpdateProgram,
 )
 from phalanx._src.parameter_server.remote.shared_memory import Packed, SharedMemoryConnection
@@ -100,10 +101,16 @@ class ParameterServer:
             self._lines[pusher] = line
         return True
 
-    def put(self, values: Mapping[int, np.ndarray], labels: Mapping[int, Label] | None = None) -> None:
-        """Stores values, and labels of new keys."""
+    def put(
+        self,
+        values: Mapping[int, np.ndarray],
+        labels: Mapping[int, Label] | None = None,
+        done: Mapping[Pusher, int] | None = None,
+    ) -> None:
+        """Stores values, labels of new keys, and the number of the last push of each worker that the values contain."""
         with self._change:
             self._values.put(values, labels or {})
+            self._done.update(done or {})
 
     def make(self, key: int, program: bytes, labels: Mapping[int, Label]) -> None:
         """Initializes a table by running the serialized program of its initializer."""
@@ -172,6 +179,11 @@ class ParameterServer:
             self._held = {name: p for name, p in self._held.items() if p.pusher != pusher}
         return [self._turns[i] for i in range(len(self._peers))]
 
+    def last_push(self, pusher: Pusher) -> int:
+        """Returns the number of the last push of a worker that was applied; -1 if there was none. For the first server."""
+        with self._change:
+            return self._done.get(pusher, -1)
+
     def pull(self, requests: Sequence[Any], pusher: Pusher) -> PyTree:
         """Returns the current version, and values as `get` does. Registers that the worker uses them for a step."""
         with self._change:
@@ -211,7 +223,8 @@ class ParameterServer:
                 answers[self._index] = self._answer(pusher, push.requests[self._index])
             commits = self._commits.pop(pusher)
         try:
-            answers |= zip(commits, self._ray.get(list(commits.values())), strict=True)
+            if commits:
+                answers |= zip(commits, self._ray.get(list(commits.values())), strict=True)
         except (self._ray.exceptions.RayActorError, FencedError, LostServerError) as e:
             raise LostServerError(str(e)) from None
         return {s: x for s, x in answers.items() if x is not None}
@@ -240,10 +253,10 @@ class ParameterServer:
                 self._apply(decision.turn, pushes)
             return None if requests is None else self._answer(pusher, requests)
 
-    def state(self) -> tuple[dict[int, np.ndarray], dict[int, Label]]:
-        """Returns all values and labels, as `put` takes them."""
+    def state(self) -> State:
+        """Returns all values and labels, and the last pushes, as `put` takes them."""
         with self._change:
-            return self._values.get_all(), dict(self._values.labels)
+            return self._values.get_all(), dict(self._values.labels), dict(self._done)
 
     def statistics(self) -> tuple[int, Counter[int], int]:
         """Returns the number of applied updates, the histogram of staleness (staleness to number of steps), and the bytes held."""

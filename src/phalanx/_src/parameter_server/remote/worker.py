@@ -19,6 +19,7 @@ from phalanx._src.parameter_server.remote.plans import (
     LostServerError,
     Placement,
     Push,
+    Pushed,
     Pusher,
     Rows,
     ServerPart,
@@ -125,7 +126,9 @@ class Worker:
                 program, ready = ready.program, None if following is None else self._ahead(following)
                 known = ready if isinstance(ready, _Ready) and not ready.program.is_pure else None
                 if program.writes:
+                    report.pushed = Pushed(push.number, program.plan.variant, results)
                     values = self._exchange(pushes, known)
+                    report.pushed = None
                 else:
                     # A step without changes does not push, so the next step pulls on its own.
                     self._ended(report, values or None)

@@ -120,10 +120,19 @@ class ReplaceableWorker:
         # Called by a finalizer, which may run in any thread and must not wait for the worker.
         self._dropped.append(name)
 
-    def reconnect(self) -> None:
-        """Reconnects the worker after the loss of a parameter server, as a new pusher on the current servers."""
-        self._servers.recover([self.pusher])
+    def renew(self) -> int:
+        """Makes the worker a new pusher on the current servers, after the loss of one.
+
+        Returns:
+          The number of the last push of the old pusher that was applied; -1 if there was none.
+        """
+        old = self.pusher
+        self._servers.recover([old])
         self._enter()
+        return self._servers.ask(ParameterServer.last_push, (0, old))[0]
+
+    def meet(self) -> None:
+        """Connects the worker with the current servers. Raises what `call` raises."""
         self.call(Worker.meet, self.pusher, self._servers.actors)
 
     def _enter(self) -> None:

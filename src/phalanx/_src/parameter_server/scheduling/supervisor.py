@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from phalanx._src.parameter_server.remote.plans import StepCall
+from phalanx._src.parameter_server.remote.plans import Pushed, StepCall
 from phalanx._src.parameter_server.remote.worker import Worker
 from phalanx._src.parameter_server.scheduling.queue import Closure, ClosureQueue
 from phalanx._src.parameter_server.scheduling.replaceable_worker import ReplaceableWorker, WorkerLost, WorkerState
@@ -150,20 +150,36 @@ class Supervisor:
             # Never zero: the time divides the number of steps to send at once.
             self._step_s = max(1e-4, (time.perf_counter() - began) / len(report.results))
         for variant, arrays in report.results:
-            work = closures[0].work
-            self._queue.finish(closures[0], work.step.finish(variant, arrays, work.recording))
-            self.num_steps += 1
-            del closures[0]
+            self._finish(closures, variant, arrays)
         if report.unknown is not None:
             self._teach(closures[0].work, report.unknown)
         elif report.error is not None:
             raise report.error
         elif report.has_lost_server or report.is_fenced:
-            self.worker.reconnect()
+            self._reconnect(closures, report.pushed)
+
+    def _finish(self, closures: list[Closure], variant: int, arrays: Sequence[Any]) -> None:
+        work = closures[0].work
+        self._queue.finish(closures[0], work.step.finish(variant, arrays, work.recording))
+        self.num_steps += 1
+        del closures[0]
 
     def _teach(self, work: Work, specs: PyTree) -> None:
         program = self._steps.program(work.step, work.fn, specs, work.recording)
         self.worker.call(Worker.learn, work.step.number, specs, program)
+
+    def _reconnect(self, closures: list[Closure], pushed: Pushed | None) -> None:
+        """Reconnects the worker after the loss of a parameter server.
+
+        Args:
+          closures: the steps that were not finished.
+          pushed: a push of the first of them without an answer.
+        """
+        last_push = self.worker.renew()
+        # Only the answer was lost: the step must not run again. `renew` has dropped a push that was still undecided.
+        if pushed is not None and last_push >= pushed.number:
+            self._finish(closures, pushed.variant, pushed.arrays)
+        self.worker.meet()
 
     def _try_to_replace(self) -> None:
         """Starts another worker if this one is lost. If the start fails, the next step tries again."""

@@ -8,11 +8,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Concatenate, ParamSpec, TypeVar, final
 
-import numpy as np
-
 from phalanx._src.parameter_server.processes.calls import Calls, Gone, Lost, Peer, Reply, Silent
 from phalanx._src.parameter_server.processes.ray import RayCluster, load_ray
-from phalanx._src.parameter_server.remote.plans import Inventory, Label, Pusher, UpdateProgram
+from phalanx._src.parameter_server.remote.plans import Inventory, Pusher, State, UpdateProgram
 from phalanx._src.parameter_server.remote.server import ParameterServer
 from phalanx.errors import ContextError, PhalanxError, ServerLostError, StartupError
 
@@ -323,7 +321,7 @@ class _Snapshots:
     """Copies the state of all servers periodically, in a daemon thread. `last` is the latest complete copy."""
 
     def __init__(self, servers: Servers, every_s: float) -> None:
-        self.last: list[tuple[dict[int, np.ndarray], dict[int, Label]]] = [({}, {}) for _ in servers.peers]
+        self.last: list[State] = [({}, {}, {}) for _ in servers.peers]
         # Weak, so that the thread does not keep a dropped strategy alive.
         self._servers, self._every_s = weakref.ref(servers), every_s
         self._over = threading.Event()

@@ -72,7 +72,6 @@ class Transformer(cst.CSTTransformer):
         flow: ControlFlow,
         table: NameTable,
         report: Report,
-        *,
         layout: Layout,
     ) -> None:
         super().__init__()
