@@ -263,7 +263,9 @@ class RunOptions:
     def __post_init__(self) -> None:
         arguments.flag("eager", self.eager)
         arguments.flag("experimental_enable_dynamic_batch_size", self.experimental_enable_dynamic_batch_size)
-        if arguments.flag("experimental_bucketizing_dynamic_shape", self.experimental_bucketizing_dynamic_shape):
+        if arguments.flag(
+            "experimental_bucketizing_dynamic_shape", self.experimental_bucketizing_dynamic_shape, hint=False
+        ):
             raise InvalidArgumentError(
                 "experimental_bucketizing_dynamic_shape=True",
                 "the shapes in a program are static.",
@@ -377,7 +379,7 @@ class InputOptions:
     def __post_init__(self) -> None:
         if self.experimental_fetch_to_device is not None:
             arguments.flag("experimental_fetch_to_device", self.experimental_fetch_to_device)
-        arguments.flag("experimental_place_dataset_on_device", self.experimental_place_dataset_on_device)
+        arguments.flag("experimental_place_dataset_on_device", self.experimental_place_dataset_on_device, hint=False)
         name, size = "experimental_per_replica_buffer_size", self.experimental_per_replica_buffer_size
         arguments.integer(name, size, least=0, kind="a number of batches, 0 or more", hint="1")
         mode = self.experimental_replication_mode

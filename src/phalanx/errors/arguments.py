@@ -94,14 +94,14 @@ def seconds(name: str, value: Any, *, hint: str | None = None) -> float | None:
     return value  # type: ignore[no-any-return]
 
 
-def flag(name: str, value: object) -> bool:
-    """Returns `value`, a bool.
+def flag(name: str, value: object, *, hint: bool = True) -> bool:
+    """Returns `value`, a bool. The HINT shows `hint`.
 
     Raises:
       InvalidArgumentError: `value` is not a bool.
     """
     if not isinstance(value, bool):
-        raise InvalidArgumentError(f"{name}={shown(value)}", "must be True or False.", f"{name}=True")
+        raise InvalidArgumentError(f"{name}={shown(value)}", "must be True or False.", f"{name}={hint}")
     return value
 
 

@@ -35,8 +35,8 @@ def checked_buckets(name: str, value: object, least: int = 1) -> int:
     return arguments.integer(name, value, least=least, most=2**31 - 1, kind=kind, hint=f"{name}=100")
 
 
-def dtype_name(dtype: object) -> str:
-    """Returns the name of a dtype of NumPy, or of another library: "float32", "int64", "string".
+def dtype_name(dtype: object, usual: str = "float32") -> str:
+    """Returns the name of a dtype of NumPy, or of another library: "float32", "int64", "string". The HINT shows `usual`.
 
     Raises:
       InvalidArgumentError: it is not a dtype.
@@ -54,7 +54,7 @@ def dtype_name(dtype: object) -> str:
             raise TypeError
         kind = np.dtype(name)
     except (TypeError, ValueError) as e:
-        raise InvalidArgumentError(f"dtype={shown(dtype)}", "is not a dtype.", 'dtype="float32"') from e
+        raise InvalidArgumentError(f"dtype={shown(dtype)}", "is not a dtype.", f'dtype="{usual}"') from e
     return "str" if kind.kind in "OSTU" else kind.name
 
 
@@ -64,7 +64,7 @@ def kind_of(dtype: object, key: str) -> str:
     Raises:
       InvalidArgumentError: the dtype is another one.
     """
-    kind = np.dtype(dtype_name(dtype)).kind
+    kind = np.dtype(dtype_name(dtype, "int64")).kind
     if kind not in "iuU":
         raise InvalidArgumentError(
             f"dtype={shown(dtype)} of the column of {key!r}", "must be a string or an integer.", 'dtype="int64"'
