@@ -32,7 +32,6 @@ from phalanx.estimator.loop.session import SessionRunHook, checked_hooks
 from phalanx.estimator.loop.spec import EstimatorSpec, ModeKeys
 from phalanx.estimator.loop.warm_start import WarmStartSettings
 from phalanx.estimator.strategies import default_strategy, local_strategy
-from phalanx.summary import SummaryWriter
 from phalanx.train import latest_checkpoint, load_checkpoint
 from phalanx.typing import PyTree
 
@@ -109,7 +108,8 @@ class Estimator:
         # One graph per mode, kept between calls: `train_and_evaluate` would
         # otherwise compile again for each evaluation.
         self._graphs: dict[str, Graph] = {}
-        self._writers: dict[str, SummaryWriter] = {}
+        # One event file per folder and Estimator: a file per evaluation would make TensorBoard slow.
+        self._writer = functools.cache(summary.create_file_writer)
 
     @property
     def model_dir(self) -> str:
@@ -163,7 +163,7 @@ class Estimator:
           CheckpointMismatchError: the latest checkpoint does not fit the model function.
           NanLossDuringTrainingError: a loss is NaN.
         """
-        self._require_trainer()
+        _require_trainer(self._config.task_type)
         batches.check_input_fn(input_fn)
         user_hooks, listeners = checked_hooks("hooks", hooks), checked_listeners(saving_listeners)
         if steps is not None and max_steps is not None:
@@ -185,7 +185,7 @@ class Estimator:
         stops = [StopAtStepHook(steps, max_steps)] if steps or max_steps else []
         graph = self._graph(ModeKeys.TRAIN, path)
         with graph.as_default():
-            session = GraphSession(graph, self._steps_of(graph, input_fn))
+            session = GraphSession(graph, _steps_of(graph, self._dataset_fn(input_fn, graph.mode)))
             writes = self._config.save_summary_steps or self._config.log_step_count_steps
             writer = self._writer(self.model_dir) if writes else None
             recorder = Recorder(writer, self._config.save_summary_steps, graph)
@@ -230,10 +230,10 @@ class Estimator:
         batches.check_input_fn(input_fn)
         batches.require_steps("steps", steps)
         user_hooks = checked_hooks("hooks", hooks)
-        path = self._checkpoint(checkpoint_path)
+        path = _checkpoint_of(self, checkpoint_path)
         graph = self._graph(ModeKeys.EVAL, path)
         with graph.as_default():
-            session = GraphSession(graph, self._steps_of(graph, input_fn))
+            session = GraphSession(graph, _steps_of(graph, self._dataset_fn(input_fn, graph.mode)))
             session.prepare()
             for metric in graph.trace.metrics.values():
                 # The graph is kept between evaluations, and with it the metrics.
@@ -278,7 +278,7 @@ class Estimator:
         # Checked here and not in the generator: it runs only when the caller asks for the first row.
         arguments.flag("yield_single_examples", yield_single_examples)
         user_hooks = checked_hooks("hooks", hooks)
-        path = self._checkpoint(checkpoint_path)
+        path = _checkpoint_of(self, checkpoint_path)
         keys = [predict_keys] if isinstance(predict_keys, str) else predict_keys
         return self._predictions(input_fn, keys, user_hooks, path, is_single=yield_single_examples)
 
@@ -315,9 +315,9 @@ class Estimator:
             raise InvalidArgumentError(
                 f"experimental_mode={shown(experimental_mode)}", "only predictions are exported.", "omit it"
             )
-        path = self._checkpoint(checkpoint_path)
+        path = _checkpoint_of(self, checkpoint_path)
         if path is None:
-            path = self._require_checkpoint("export_saved_model")
+            path = _require_checkpoint(self, "export_saved_model")
         graph = self._graph(ModeKeys.PREDICT, path)
         with graph.as_default():
             return export_graph(
@@ -341,7 +341,7 @@ class Estimator:
         Raises:
           CheckpointError: there is no checkpoint.
         """
-        return names_in(self._require_checkpoint("get_variable_names()"))
+        return names_in(_require_checkpoint(self, "get_variable_names()"))
 
     def get_variable_value(self, name: str) -> np.ndarray:
         """Returns the value of a variable in the latest checkpoint. May be called in any context.
@@ -352,7 +352,7 @@ class Estimator:
         Raises:
           CheckpointError: there is no checkpoint, or no such variable.
         """
-        return load_checkpoint(self._require_checkpoint(f"get_variable_value({shown(name)})")).get_tensor(name)
+        return load_checkpoint(_require_checkpoint(self, f"get_variable_value({shown(name)})")).get_tensor(name)
 
     def eval_dir(self, name: str | None = None) -> str:
         """Returns the folder of the summaries of an evaluation. May be called in any context."""
@@ -411,12 +411,6 @@ class Estimator:
 
         return dataset_fn
 
-    def _steps_of(self, graph: Graph, input_fn: Callable[..., Any]) -> AbstractSteps:
-        dataset_fn = self._dataset_fn(input_fn, graph.mode)
-        if isinstance(graph.strategy, ParameterServerStrategy):
-            return ScheduledSteps(graph, dataset_fn)
-        return SynchronousSteps(graph, iter(graph.strategy.distribute_datasets_from_function(dataset_fn)))
-
     def _begin(self, graph: Graph, session: GraphSession, hooks: Sequence[SessionRunHook], path: str | None) -> None:
         """Calls `begin` of hooks, and gives the variables their values."""
         for hook in hooks:
@@ -463,33 +457,36 @@ class Estimator:
             )
             yield from rows_of(predictions) if is_single else [predictions]
 
-    def _writer(self, folder: str) -> SummaryWriter:
-        # One event file per folder and Estimator: a file per evaluation would make TensorBoard slow.
-        if folder not in self._writers:
-            self._writers[folder] = summary.create_file_writer(folder)
-        return self._writers[folder]
 
-    def _checkpoint(self, checkpoint_path: str | None) -> str | None:
-        if checkpoint_path is not None:
-            return arguments.path("checkpoint_path", checkpoint_path)
-        path = self.latest_checkpoint()
-        if path is None:
-            _log.info("There is no checkpoint in %s: the variables have their initial values.", self.model_dir)
-        return path
+def _steps_of(graph: Graph, dataset_fn: Callable[[InputContext], Any]) -> AbstractSteps:
+    if isinstance(graph.strategy, ParameterServerStrategy):
+        return ScheduledSteps(graph, dataset_fn)
+    return SynchronousSteps(graph, iter(graph.strategy.distribute_datasets_from_function(dataset_fn)))
 
-    def _require_checkpoint(self, call: str) -> str:
-        path = self.latest_checkpoint()
-        if path is None:
-            raise CheckpointError(
-                f"{call} of {self.model_dir}", "there is no checkpoint.", "estimator.train(input_fn) first"
-            )
-        return path
 
-    def _require_trainer(self) -> None:
-        task_type = self._config.task_type
-        if task_type in (TaskType.EVALUATOR, TaskType.PS):
-            raise InvalidArgumentError(
-                f"train in the task {task_type!r}",
-                "this process does not train.",
-                "estimator.train_and_evaluate(model, train_spec, eval_spec) in all processes",
-            )
+def _checkpoint_of(estimator: Estimator, checkpoint_path: str | None) -> str | None:
+    """Returns the checkpoint that the user has given, or the latest one. None if there is none."""
+    if checkpoint_path is not None:
+        return arguments.path("checkpoint_path", checkpoint_path)
+    path = estimator.latest_checkpoint()
+    if path is None:
+        _log.info("There is no checkpoint in %s: the variables have their initial values.", estimator.model_dir)
+    return path
+
+
+def _require_checkpoint(estimator: Estimator, call: str) -> str:
+    path = estimator.latest_checkpoint()
+    if path is None:
+        raise CheckpointError(
+            f"{call} of {estimator.model_dir}", "there is no checkpoint.", "estimator.train(input_fn) first"
+        )
+    return path
+
+
+def _require_trainer(task_type: str) -> None:
+    if task_type in (TaskType.EVALUATOR, TaskType.PS):
+        raise InvalidArgumentError(
+            f"train in the task {task_type!r}",
+            "this process does not train.",
+            "estimator.train_and_evaluate(model, train_spec, eval_spec) in all processes",
+        )
