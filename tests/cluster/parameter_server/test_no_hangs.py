@@ -18,7 +18,7 @@ import phalanx
 from phalanx._src.cluster.resolvers.simple import SimpleClusterResolver
 from phalanx._src.cluster.spec import ClusterSpec
 from phalanx._src.parameter_server.processes import calls
-from phalanx._src.parameter_server.scheduling import scheduler, supervisor
+from phalanx._src.parameter_server.scheduling import replaceable_worker, scheduler
 from phalanx._src.parameter_server.variables import client
 from phalanx.coordinator import ClusterCoordinator
 from phalanx.errors import ContextError, ServerLostError, StartupError, WorkerLostError
@@ -226,7 +226,7 @@ def test_a_second_strategy_with_a_cluster():
 
 
 @pytest.mark.usefixtures("shared_strategies")
-@pytest.mark.parametrize(("module", "name"), [(client, "ParameterServer"), (supervisor, "Worker")])
+@pytest.mark.parametrize(("module", "name"), [(client, "ParameterServer"), (replaceable_worker, "Worker")])
 def test_a_process_that_ends_while_it_starts(monkeypatch, module, name):
     """The error names it, and the strategy leaves nothing behind."""
 

@@ -197,15 +197,6 @@ class ClosureQueue:
             self._queued.append(closure)
             self._work.notify()
 
-    def require_running(self) -> None:
-        """Raises if the queue is stopped, for callers that work before they call `put`.
-
-        Raises:
-          CancelledError: the queue is stopped.
-        """
-        if self.is_stopped:
-            raise _stopped("coordinator.schedule(...)")
-
     def join(self) -> None:
         """Waits until no closure is queued or in flight. Raises the same errors as `put`."""
         with self._lock:
@@ -334,7 +325,7 @@ class ClosureQueue:
             self._change.notify_all()
 
     def _cancel(self, closures: Iterable[Closure]) -> None:
-        error = _stopped("a scheduled step") if self._state is _State.STOPPED else _cancelled_by(self._error)
+        error = stopped("a scheduled step") if self._state is _State.STOPPED else _cancelled_by(self._error)
         for closure in closures:
             closure.outcome.settle(error=error)
 
@@ -349,7 +340,7 @@ class ClosureQueue:
                 self._change.wait_for(is_over)
         self._raise_first_error()
         if self._state is _State.STOPPED:
-            raise _stopped(call)
+            raise stopped(call)
 
     def _raise_first_error(self) -> None:
         if self._state is _State.FAILED:
@@ -369,7 +360,8 @@ def _cancelled_by(cause: BaseException | None) -> CancelledError:
     return error
 
 
-def _stopped(call: str) -> CancelledError:
+def stopped(call: str) -> CancelledError:
+    """Returns the error of a call, or of a step, after the queue was stopped."""
     return CancelledError(
         call,
         "the coordinator was stopped, which cancels all unfinished steps.",

@@ -9,7 +9,7 @@ from typing import Any
 from phalanx._src.parameter_server.processes.ray import RayCluster
 from phalanx._src.parameter_server.remote.server import ParameterServer
 from phalanx._src.parameter_server.scheduling.progress import Status
-from phalanx._src.parameter_server.scheduling.queue import Closure, ClosureQueue, RemoteValue
+from phalanx._src.parameter_server.scheduling.queue import Closure, ClosureQueue, RemoteValue, stopped
 from phalanx._src.parameter_server.scheduling.replaceable_worker import ReplaceableWorker, WorkerLost, WorkerState
 from phalanx._src.parameter_server.scheduling.steps import StepCache, name_of
 from phalanx._src.parameter_server.scheduling.supervisor import MOST_LOSSES, Supervisor, Work, lost_again
@@ -77,7 +77,8 @@ class Scheduler:
           The value that the step will return.
         """
         # Tracing asks the servers, which have ended if the queue is stopped.
-        self._queue.require_running()
+        if self._queue.is_stopped:
+            raise stopped("coordinator.schedule(...)")
         recording = current_recording()
         step, inputs, resources = self._steps.step(fn, args, kwargs, recording, is_run=is_run)
         if not step.programs:
