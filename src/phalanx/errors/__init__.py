@@ -100,8 +100,8 @@ class PhalanxError(Exception):
     def __init__(self, asked: str, found: str = "", hint: str = "") -> None:
         # Keras re-creates errors that pass through a layer, with the message as the only argument.
         self.asked, self.found, self.hint = printable(asked), printable(found), printable(hint)
-        message = asked + (f": {found}" if found else "") + (f"\nHINT: {hint}" if hint else "")
-        super().__init__(printable(message))
+        found, hint = self.found, self.hint
+        super().__init__(self.asked + (f": {found}" if found else "") + (f"\nHINT: {hint}" if hint else ""))
 
     def __reduce__(self) -> tuple[type[Self], tuple[str, str, str], dict[str, object]]:
         # `vars(self)` carries the notes that were added with `add_note`.
