@@ -1,4 +1,4 @@
-"""Loops and branches as functions: while_loop, map_fn, scan, cond, switch_case and case in a trained recurrence."""
+"""Loops and branches as functions: while_loop, map_fn, scan and cond in a trained recurrence."""
 
 import numpy as np
 import tensorflow as tf
@@ -15,7 +15,7 @@ def fold(sequence):
     def body(i, state):
         return i + 1, tf.tanh(tf.linalg.matvec(w, state) + sequence[i] + b)
 
-    _, state = tf.while_loop(lambda i, state: i < 6, body, [tf.constant(0), tf.zeros([3])], maximum_iterations=6)
+    _, state = tf.while_loop(lambda i, state: i < 6, body, (tf.constant(0), tf.zeros([3])), maximum_iterations=6)
     return state
 
 
@@ -35,14 +35,8 @@ def train_step(sequence, which):
     with tf.GradientTape() as tape:
         all_states = states(sequence)
         norms = tf.map_fn(lambda state: tf.reduce_sum(tf.abs(state)), all_states)
-        chosen = tf.switch_case(
-            which,
-            branch_fns=[
-                lambda: tf.reduce_mean(norms),
-                lambda: tf.reduce_max(norms),
-                lambda: tf.reduce_sum(norms) / 3.0,
-            ],
-        )
+        largest = tf.cond(which > 1, true_fn=lambda: tf.reduce_max(norms), false_fn=lambda: tf.reduce_sum(norms) / 3.0)
+        chosen = tf.cond(which > 0, lambda: largest, lambda: tf.reduce_mean(norms))
         loss = tf.square(chosen - 0.5) + penalty(tf.reduce_sum(tf.square(all_states[-1])))
     dw, db = tape.gradient(loss, [w, b])
     w.assign_sub(0.1 * dw)

@@ -26,7 +26,7 @@ class Word2Vec(tf.keras.Model):
 model = Word2Vec(VOCABULARY, DIM)
 model((targets[0], contexts[0]))
 model.set_weights([rng.normal(0, 0.3, w.shape) for w in model.get_weights()])
-optimizer = tf.keras.optimizers.Adam(learning_rate=0.02, amsgrad=True)
+optimizer = tf.keras.optimizers.SGD(learning_rate=0.5, momentum=0.9)
 labels = tf.concat([tf.ones((8, 1), tf.int64), tf.zeros((8, NEGATIVES), tf.int64)], axis=1)
 
 

@@ -247,6 +247,15 @@ def test_train_step_without_a_strategy_is_marked():
     assert "your own steps need a strategy" in looks[0]
 
 
+@pytest.mark.cover(("path",), PROGRAMS[::4])
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.name)
+def test_programs_of_another_library_stay_byte_for_byte(path):
+    """The comment makes the rewriter look at the program, which has the same names as one of TensorFlow."""
+    source = "# Not tensorflow.\n" + path.read_text().replace("tensorflow", "tensorflaw")
+    assert migrated(source) == (source, [])
+
+
+@pytest.mark.cover(("path",), PROGRAMS[::4])
 @pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.name)
 def test_programs_keep_their_comments_and_change_once(path):
     source = path.read_text()
