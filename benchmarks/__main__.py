@@ -21,6 +21,7 @@ MODULES = {
     "run_steps": "run_steps",
     "fit": "fit",
     "model_parallel": "model_parallel",
+    "update_sharding": "update_sharding",
     "multi_worker": "multi_worker",
     "all_reduce": "all_reduce",
     "parameter_server": "parameter_server",

@@ -581,6 +581,20 @@ FAULTS = [
         "e.policy.is_local",
         "unit/tracing/test_policy.py unit/programs/test_replicas.py",
     ),
+    Fault(
+        "a slot that a replica function reads is a shard",
+        "discovery:ShardEntry.value",
+        "return update_sharding.whole_of(self._shard, self._dim)",
+        "return self._shard",
+        "unit/tracing/test_update_sharding.py",
+    ),
+    Fault(
+        "an update that needs the norm of a gradient is sharded",
+        "optimizers:updates_elementwise",
+        "and optimizer.global_clipnorm is None",
+        "",
+        "unit/tracing/test_update_sharding.py",
+    ),
     # servers
     Fault(
         "a worker is one update staler than allowed",

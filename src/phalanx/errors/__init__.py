@@ -100,8 +100,8 @@ class PhalanxError(Exception):
     def __init__(self, asked: str, found: str = "", hint: str = "") -> None:
         # Keras re-creates errors that pass through a layer, with the message as the only argument.
         self.asked, self.found, self.hint = printable(asked), printable(found), printable(hint)
-        found, hint = self.found, self.hint
-        super().__init__(self.asked + (f": {found}" if found else "") + (f"\nHINT: {hint}" if hint else ""))
+        reason, suggestion = f": {self.found}" if self.found else "", f"\nHINT: {self.hint}" if self.hint else ""
+        super().__init__(self.asked + reason + suggestion)
 
     def __reduce__(self) -> tuple[type[Self], tuple[str, str, str], dict[str, object]]:
         # `vars(self)` carries the notes that were added with `add_note`.
