@@ -387,8 +387,8 @@ FAULTS = [
     Fault(
         "no message has a HINT",
         "errors:PhalanxError.__init__",
-        '+ (f"\\nHINT: {hint}" if hint else "")',
-        "",
+        "self.asked + reason + suggestion",
+        "self.asked + reason",
         "unit/test_errors.py unit/errors",
     ),
     Fault(
