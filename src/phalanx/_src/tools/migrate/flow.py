@@ -193,6 +193,14 @@ class ControlFlow(cst.CSTVisitor):
             self._look(node, word, f"the condition may be a tensor, in a compiled function. {hint}")
 
     @override
+    def visit_Call(self, node: cst.Call) -> None:
+        """Keras 3 takes no other name for a file of weights, and says so at the end of a training."""
+        is_save = isinstance(node.func, cst.Attribute) and node.func.attr.value == "save_weights"
+        file = node.args[0].value if node.args else None
+        if is_save and isinstance(file, cst.SimpleString) and not file.raw_value.endswith(".weights.h5"):
+            self._look(node, ".save_weights()", 'the name of the file must end with ".weights.h5" in Keras 3')
+
+    @override
     def visit_With(self, node: cst.With) -> None:
         if id(node) in self._regions.bare_tapes:
             hint = "HINT: put the step into a function with @phalanx.function, without side effects in Python"

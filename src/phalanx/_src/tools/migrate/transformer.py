@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replaces the names of TensorFlow in a module, and marks the lines that a person must look at."""
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar, final
@@ -25,6 +26,7 @@ MARK = "# phalanx: "
 _PAIRS = {"tf.math.top_k", "tf.nn.top_k"}
 """Names of TensorFlow whose results are pairs with names, and whose targets return pairs."""
 
+_PLACE = re.compile(r"\{(\w+)(?:=[^}]*)?\}")
 _TAKE_SHAPES = {
     "tf.broadcast_to", "tf.fill", "tf.ones", "tf.random.normal", "tf.random.truncated_normal", "tf.random.uniform",
     "tf.reshape", "tf.zeros",
@@ -214,7 +216,7 @@ class Transformer(cst.CSTTransformer):
             raise LookError("its target is a pair without names. HINT: values, indices = keras.ops.top_k(x, k)")
         elif path in FORMS:
             new = FORMS[path](updated)
-        elif rest or row.kind == "expression":
+        elif rest or (row.kind == "expression" and row.is_open):
             new = updated.with_changes(func=self._name(original.func, reference, rows))
         else:
             is_spelled = row.kind == "name" and reference.is_spelled(row.target)
@@ -243,7 +245,7 @@ class Transformer(cst.CSTTransformer):
             self._change(original, reference.path, source_of(new), rows[0].note)
             parent = self._layout.parents[original]
             return new if isinstance(parent, cst.Arg | cst.Assign) else in_parentheses(new)
-        if rows[0].kind not in {"name", "expression"}:
+        if rows[0].kind not in {"name", "expression"} or (rows[0].kind == "expression" and not rows[0].is_open):
             hint = rows[0].note if rows[0].kind == "none" else f"it must be called here. HINT: {rows[0].target}"
             self._keep(original, reference, hint)
             return updated
@@ -345,7 +347,7 @@ class Transformer(cst.CSTTransformer):
             self._look(original, f".{name}()", str(e))
             return updated
         self._need(new)
-        self._change(original, f".{name}()", row.target, row.note)
+        self._change(original, f".{name}()", _PLACE.sub(r"\1", row.target), row.note)
         return self._with_comments(original, new)
 
     def _with_comments(self, original: cst.Call, new: cst.BaseExpression) -> cst.BaseExpression:
@@ -375,7 +377,7 @@ class Transformer(cst.CSTTransformer):
 def _target_of(row: Row, new: cst.BaseExpression) -> str:
     if row.kind != "name" and isinstance(new, cst.Call) and dotted(new.func):
         return dotted(new.func)
-    return row.target
+    return _PLACE.sub(r"\1", row.target)
 
 
 def _marked(statement: CSTNodeT, marks: Sequence[str]) -> CSTNodeT:
