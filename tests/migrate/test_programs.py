@@ -47,6 +47,7 @@ def require_losses_of_tensorflow(name, path):
         np.testing.assert_allclose(losses, recorded, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Of 64 bits, and those that the programs cause in TensorFlow too.
 @pytest.mark.cover(("name",), CHEAP)
 @pytest.mark.parametrize("name", sorted(set(RECORDED) - NEEDS_TENSORFLOW - set(STOPS)))
 def test_migrated_program_has_the_losses_of_tensorflow(name, tmp_path):

@@ -181,6 +181,7 @@ def _filled(text: str, args: Mapping[str, cst.Arg]) -> cst.BaseExpression:
 def as_function(row: Row) -> cst.BaseExpression:
     """Returns the template of a row as a function of the arguments that must be passed."""
     required = [argument.name for argument in row.arguments if argument.is_required]
+    # The template has TensorFlow's defaults of all other arguments.
     body = _filled(row.target, {name: cst.Arg(cst.Name(name)) for name in required})
     function = cst.ensure_type(cst.parse_expression(f"lambda {', '.join(required)}: 0"), cst.Lambda)
     return function.with_changes(body=body)

@@ -51,6 +51,7 @@ class _Magics:
         return _LINE.sub(lambda match: self._line(match[0]), source)
 
     def _line(self, line: str) -> str:
+        # The call and the statement stay on one line, so that the magic is found again before it.
         if match := _HAS_CODE.match(line):
             return f"{match[1]}{self._call(match[2])}; {match[3]}"
         match = _IS_MAGIC.match(line)

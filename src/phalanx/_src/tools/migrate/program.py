@@ -78,6 +78,7 @@ def _why_unreadable(source: bytes, error: Exception) -> tuple[int, str, str]:
         return e.lineno or 1, UNREADABLE, f"this is not Python 3: {e.msg}"
     except ValueError as e:  # A null byte, and an encoding that does not fit.
         return 1, UNREADABLE, f"this is not Python 3: {e}"
+    # Python can read it, so it is newer than libcst.
     line = error.raw_line if isinstance(error, cst.ParserSyntaxError) else 1
     return line, UNREADABLE, f"libcst cannot read this: {str(error).splitlines()[0]}"
 

@@ -122,6 +122,7 @@ class Transformer(cst.CSTTransformer):
         concerned: set[int] = set()
         for node in self._layout.parents:
             is_method = isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute)
+            # Visits come from above, so what is around a node is visited too.
             if id(node) in changing or is_method:
                 around: cst.CSTNode | None = node
                 while around is not None and id(around) not in concerned:
