@@ -4,7 +4,7 @@
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from types import GeneratorType
+from types import GeneratorType, NoneType
 from typing import final
 
 import jax
@@ -34,7 +34,8 @@ def adapter_of(x: PyTree, steps: int | None, data: dict[str, PyTree]) -> PyTree:
     Raises:
       InputError: `x` contains nothing.
     """
-    if not jax.tree.leaves(x):
+    # JAX warns of a generator, and of other iterables.
+    if isinstance(x, (NoneType, list, tuple, dict)) and not jax.tree.leaves(x):
         raise InputError(f"the data x={shown(x)}", "they contain no array.", "x: an array (rows, ...), or a dataset")
     if isinstance(x, GeneratorType):
         x = compat.peeked(x, _kept)
