@@ -18,6 +18,7 @@ from jax.typing import ArrayLike
 
 from phalanx._src import compat
 from phalanx._src.collectives import primitives
+from phalanx._src.mesh.arrays import require_fits
 from phalanx._src.options import ReduceOp
 from phalanx._src.tracing import context
 from phalanx._src.tracing.context import ReplicaContext
@@ -465,6 +466,8 @@ def _record(
     else:
         value = make()
     # A constant step would become a part of the program, and each step would compile another one.
+    if isinstance(step, int):
+        require_fits(step, "step")  # Outside programs, it may have 64 bits.
     step = None if step is None else jnp.asarray(step)
     local_writer = writer if defaults.is_own else None
     scope.record(
