@@ -364,7 +364,6 @@ REFUSED = {
     "weights_of_a_generator": ((some(8),), {"sample_weight": WEIGHTS}),
     "split_of_a_dataset": ((Batches(),), {"validation_split": 0.2}),
     "empty_generator": ((some(),), {}),
-    "nothing": ((None,), {}),
     "lists_of_numbers": ((X.tolist(), Y), {}),
     "fewer_numbers": ((X[:, :2], Y), FIT),
     "more_targets": ((X, X), FIT),

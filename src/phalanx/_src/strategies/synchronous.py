@@ -155,7 +155,7 @@ def update_sharding_of(
         raise InvalidArgumentError(
             f"weight_update_sharding={shown(choice)}", "must be True, False or None.", "weight_update_sharding=True"
         )
-    is_plain = options is None or not (options.compression or options.wire_dtype)
+    is_plain = not isinstance(options, CommunicationOptions) or not (options.compression or options.wire_dtype)
     defaults = {
         "cross_device_ops": ops is None,
         "compression or wire_dtype": is_plain,
