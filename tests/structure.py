@@ -191,8 +191,8 @@ LIMITS: dict[Callable[[Sources], list[str]], tuple[int, int]] = {
     attributes_on_objects_of_keras: (0, 0),
     clone_pairs: (1, 20),
     lines_with_any: (291, 300),
-    missing_comments: (571, 0),
-    all_lines: (69_200, 55_500),
+    missing_comments: (592, 0),
+    all_lines: (70_000, 55_500),
 }
 """For each count, the limit of today and the goal."""
 

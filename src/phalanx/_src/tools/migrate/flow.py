@@ -194,7 +194,7 @@ class ControlFlow(cst.CSTVisitor):
 
     @override
     def visit_Call(self, node: cst.Call) -> None:
-        """Keras 3 takes no other name for a file of weights, and says so at the end of a training."""
+        """Keras 3 takes no other name for a file of weights, and says so when training ends."""
         is_save = isinstance(node.func, cst.Attribute) and node.func.attr.value == "save_weights"
         file = node.args[0].value if node.args else None
         if is_save and isinstance(file, cst.SimpleString) and not file.raw_value.endswith(".weights.h5"):
