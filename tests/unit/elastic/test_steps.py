@@ -94,7 +94,7 @@ def test_position_of_a_loop_that_has_begun(strategy):
     with pytest.raises(InvalidArgumentError, match=r"state=\{'rows': 1\}: is not a position"):
         loop.set_state({"rows": 1})
     next(loop)
-    with pytest.raises(ContextError, match=r"that has begun: .*\nHINT: restore the checkpoint before the loop"):
+    with pytest.raises(ContextError, match=r"that have begun: .*\nHINT: restore the checkpoint before the loop"):
         loop.set_state(loop.get_state())
 
 

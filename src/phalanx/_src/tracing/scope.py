@@ -89,9 +89,9 @@ class LiftScope(VariableScope):
             _require_local(local, optimizer, compat.trained_by(optimizer, variables))
         trained = compat.trained_by(optimizer, variables)
         dims = self._dims_of_shards(strategy, optimizer, trained)
-        full = (
-            None if num_replicas() == 1 else partial(strategy.divide_gradients, dims=[dims.get(id(v)) for v in trained])
-        )
+        full = None if num_replicas() == 1 else strategy.aggregate_gradients
+        if dims:
+            full = partial(strategy.divide_gradients, dims=[dims.get(id(v)) for v in trained])
         path = Aggregation(full, num_replicas(), strategy.compression, local).path(optimizer, grads, variables)
         grads, state = path.sum(_weight(grads), [self.get_current_value(v) for v in path.variables])
         self._update(path.variables, state)
