@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from commands import commands_in_markdown
 from public_names import public_names
 
-from phalanx._src.launch import cli
+from phalanx._src.tools import cli
 
 project = "Phalanx"
 author = "The Phalanx developers"
