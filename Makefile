@@ -13,16 +13,16 @@ help: ## list these targets
 DEMO := JAX_PLATFORMS=cpu JAX_COMPILATION_CACHE_DIR=out/programs JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS=0.1
 
 # On CPUs everywhere, so that it is the same everywhere, and because two workers cannot share a GPU.
-demo: $(DEMO_INSTALLED) ## train a small language model on one device and on two, and compare the two; goes on where it was stopped
+demo: $(DEMO_INSTALLED) ## train a small language model on one device and on two, and compare the two; continues where it was stopped
 	$(DEMO) $(BIN)/python examples/text_lm.py --resume --summaries
 
 demo-multi-worker: $(DEMO_INSTALLED) ## train it in two processes
 	$(DEMO) $(BIN)/phalanx run --workers 2 examples/multi_worker.py
 
-# One of three workers is killed. The others go on, and a new one joins them. On the same batches, so that one worker has the same losses.
+# One of three workers is killed. The others continue, and a new one joins them. On the same batches, so that one worker has the same losses.
 CRASHING := examples/multi_worker.py --steps 200 --save-every 50 --shard data
 
-demo-crash: $(DEMO_INSTALLED) ## kill one of three processes: the others go on at once, and a new one takes the place
+demo-crash: $(DEMO_INSTALLED) ## kill one of three processes: the others continue at once, and a new process replaces it
 	rm -rf out/demo-crash
 	$(DEMO) $(BIN)/phalanx run --workers 2:3 $(CRASHING) --crash-at 60 --out out/demo-crash
 

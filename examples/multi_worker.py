@@ -2,7 +2,7 @@
 """Trains the language model of text_lm.py with several processes, the workers of a cluster.
 
   phalanx run --workers 2 examples/multi_worker.py                                       two workers on this machine
-  phalanx run --workers 2:4 examples/multi_worker.py --crash-at 250                      one dies, and the others go on
+  phalanx run --workers 2:4 examples/multi_worker.py --crash-at 250                      one dies, and the others continue
   phalanx run --workers 2 --max-restarts 1 examples/multi_worker.py --crash-at 250       one dies, and both start again
   phalanx run --workers 2 --print slurm examples/multi_worker.py                         a script for sbatch
 

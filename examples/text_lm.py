@@ -455,7 +455,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=120, help="(default: %(default)s)")
     add_training_arguments(parser)
     parser.add_argument(
-        "--resume", action="store_true", help="save regularly, and go on where the last run was stopped"
+        "--resume", action="store_true", help="save regularly, and continue where the last run was stopped"
     )
     parser.add_argument(
         "--sample", action="store_true", help="print what the model writes, and save it to OUT/sample.txt"
