@@ -312,6 +312,12 @@ def test_learning_rate_keeps_its_variable():
     optimizer.learning_rate = 0.2
     assert compat.learning_rate_of(optimizer) is held
     assert compat.learning_rate_of(keras.optimizers.LossScaleOptimizer(optimizer)) is held
+    calls: list[int] = []
+    optimizer = keras.optimizers.SGD(lambda: calls.append(1) or 0.5)
+    held = compat.learning_rate_of(optimizer)
+    with compat.known_learning_rate(optimizer):
+        assert [optimizer.learning_rate, optimizer.learning_rate, len(calls)] == [0.5, 0.5, 1]
+    assert compat.learning_rate_of(optimizer) is held
 
 
 def test_metric_subclasses_still_reach_their_mixins():

@@ -196,6 +196,19 @@ def _takes_gradients_again(v: keras.Variable, optimizer: keras.optimizers.Optimi
     return loss
 
 
+def _reads_in_branch_of_one_replica(v: keras.Variable, optimizer: keras.optimizers.Optimizer) -> Any:
+    optimizer.apply([v * 0.5], [v])
+    index = phalanx.get_replica_context().replica_id_in_sync_group
+    return phalanx.cond(index == 0, lambda: keras.ops.sum(optimizer.variables[2]), lambda: jnp.float32(0))
+
+
+def _reads_in_loop_of_one_replica(v: keras.Variable, optimizer: keras.optimizers.Optimizer) -> Any:
+    optimizer.apply([v * 0.5], [v])
+    num_steps = 2 - 2 * phalanx.get_replica_context().replica_id_in_sync_group
+    step = lambda state: (state[0] + 1, state[1] + optimizer.variables[2])  # noqa: E731
+    return phalanx.while_loop(lambda state: state[0] < num_steps, step, (0, jnp.zeros(8)))
+
+
 def _changes_its_mind(v: keras.Variable, optimizer: keras.optimizers.Optimizer) -> Any:
     optimizer.apply([v * 0.5], [v])
     optimizer.clipnorm = 0.1
@@ -212,6 +225,8 @@ def _changes_its_mind(v: keras.Variable, optimizer: keras.optimizers.Optimizer) 
         _updates_in_loop,
         _takes_gradients_again,
         _changes_its_mind,
+        _reads_in_branch_of_one_replica,
+        _reads_in_loop_of_one_replica,
     ],
 )
 def test_replica_functions_see_whole_values(body: Callable[..., Any]) -> None:
@@ -219,6 +234,25 @@ def test_replica_functions_see_whole_values(body: Callable[..., Any]) -> None:
     expected = _one_update(phalanx.MirroredStrategy(TWO, weight_update_sharding=False), body)
     actual = _one_update(_sharded(), body)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5), actual, expected)
+
+
+def test_learning_rates_may_use_variables() -> None:
+    def values(strategy: phalanx.Strategy) -> list[np.ndarray]:
+        with strategy.scope():
+            v, total = keras.Variable(np.arange(8.0, dtype="float32")), keras.Variable(0.0, trainable=False)
+
+        def rate() -> Any:
+            total.assign(keras.ops.sum(v))
+            return 1 / (1 + total)
+
+        optimizer = keras.optimizers.SGD(rate, momentum=0.5)
+        strategy.run(lambda: optimizer.apply([jnp.ones(8)], [v]))
+        return [np.asarray(x) for x in (v, total)]
+
+    expected = values(phalanx.MirroredStrategy(TWO, weight_update_sharding=False))
+    np.testing.assert_allclose(expected[1], 28.0)
+    for a, b in zip(values(_sharded()), expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
 def test_eager_steps_hold_shards() -> None:

@@ -142,6 +142,25 @@ def updates_elementwise(optimizer: keras.optimizers.Optimizer, variable: Variabl
     )
 
 
+@contextmanager
+def known_learning_rate(optimizer: keras.optimizers.Optimizer) -> Iterator[None]:
+    """Computes the learning rate before the context, and gives it to the optimizer inside.
+
+    A schedule, or a function, is code of the user: it may read and write any variables, of which the context knows only some.
+    """
+    rate = optimizer._learning_rate
+    if isinstance(rate, Variable):
+        yield
+        return
+    value = optimizer.learning_rate
+    # Through `vars`, because Keras's `Optimizer.__setattr__` would track it.
+    vars(optimizer)["_learning_rate"] = lambda: value
+    try:
+        yield
+    finally:
+        vars(optimizer)["_learning_rate"] = rate
+
+
 def is_elementwise(slot: Variable) -> bool:
     """Returns whether an update of a slot uses each of its elements without the others. False for other variables."""
     return facts_of(slot).is_elementwise

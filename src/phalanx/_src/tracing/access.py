@@ -118,7 +118,11 @@ class VariableScope(compat.AbstractLiftScope):
         entry = self.entries.get(id(variable))
         if entry is None:
             initial, dim = self.pass_.initial(variable), self.pass_.dim(variable)
-            entry = Entry(variable, initial, initial) if dim is None else ShardEntry(variable, initial, dim)
+            entry = (
+                Entry(variable, initial, initial)
+                if dim is None
+                else ShardEntry(variable, initial, dim, self.pass_.trace)
+            )
             self.entries[id(variable)] = entry
             for watch in self.tapes:
                 watch([entry])

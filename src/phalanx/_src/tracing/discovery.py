@@ -211,6 +211,7 @@ class AbstractPass(ABC):
 
     Attributes:
       notes: what the function has done so far.
+      trace: the trace of JAX that the whole function belongs to, and not only a body in it.
       marks_tapes: whether tapes leave markers in the trace. False in an eager execution, whose gradients are computed before.
       is_eager: whether the function is, or will be, executed with real values.
       refused: descriptions of variables that must not be assigned.
@@ -222,6 +223,9 @@ class AbstractPass(ABC):
 
     def __init__(self) -> None:
         self.notes = Notes()
+        # JAX has no public function that only returns the current trace. This one also evaluates eagerly inside its block.
+        with jex.take_current_trace() as trace:
+            self.trace: object = trace
 
     @abstractmethod
     def initial(self, variable: Variable) -> jax.Array:
@@ -288,9 +292,6 @@ class Tracing(AbstractPass):
         self.ids: list[Any] = []
         self._num_extra_inputs = 0
         self._connected = None if connected is None else iter(connected)
-        # JAX has no public function that only returns the current trace. This one also evaluates eagerly inside its block.
-        with jex.take_current_trace() as trace:
-            self._trace = trace
 
     @override
     def initial(self, variable: Variable) -> jax.Array:
@@ -312,7 +313,7 @@ class Tracing(AbstractPass):
 
     @override
     def look_up(self, table: Variable, ids: jax.Array) -> jax.Array:
-        with set_current_trace(self._trace):
+        with set_current_trace(self.trace):
             self.ids.append(ids)
             self.notes.lookups.append((table, tuple(ids.shape)))
             return self._extra_input(jax.core.ShapedArray(ids.shape, jnp.dtype("int32")))
@@ -323,14 +324,14 @@ class Tracing(AbstractPass):
         self.notes.draws.append(drawn)
         if batch is None:
             return None
-        with set_current_trace(self._trace):
+        with set_current_trace(self.trace):
             arrays = [self._extra_input(_aval(x)) for x in batch.arrays]
         args, _ = batch.structure.join(arrays)
         return args  # type: ignore[no-any-return]
 
     @override
     def enter_tape(self, tape: int, values: Sequence[Any]) -> Sequence[Any]:
-        with set_current_trace(self._trace):
+        with set_current_trace(self.trace):
             return markers.enter_p.bind(*values, tape=tape)
 
     @override
@@ -350,7 +351,7 @@ class Tracing(AbstractPass):
         self.inputs.append((variable, is_component))
         # A `lax` body may be the first to read a variable. The input must still belong to the trace of the whole function:
         # inside the body's trace, no tape around the body would see that its targets depend on the variable.
-        with set_current_trace(self._trace):
+        with set_current_trace(self.trace):
             return markers.first_value(jax.core.ShapedArray(shape, jnp.dtype(compat.dtype_of(variable))))
 
     def _extra_input(self, aval: Any) -> jax.Array:
@@ -514,15 +515,18 @@ class ShardEntry(Entry):
       variable: the slot.
       shard: this replica's shard of its value at the start of the function.
       dim: the dim along which it is divided.
+      trace: the trace that the shard belongs to.
     """
 
-    def __init__(self, variable: Variable, shard: jax.Array, dim: int) -> None:
-        self._shard, self._dim = shard, dim
+    def __init__(self, variable: Variable, shard: jax.Array, dim: int, trace: object) -> None:
+        self._shard, self._dim, self._trace = shard, dim, trace
         self.variable, self.initial = variable, shard
 
     @property  # type: ignore[override]
     def value(self) -> jax.Array:
-        return update_sharding.whole_of(self._shard, self._dim)
+        # Not all replicas may enter the `lax` body that reads it, but all of them must gather.
+        with set_current_trace(self._trace):
+            return update_sharding.whole_of(self._shard, self._dim)
 
     @value.setter
     def value(self, value: jax.Array) -> None:

@@ -96,7 +96,8 @@ class LiftScope(VariableScope):
         grads, state = path.sum(_weight(grads), [self.get_current_value(v) for v in path.variables])
         self._update(path.variables, state)
         if dims:
-            self._apply_to_shards(optimizer, apply, grads, trained, dims)
+            with self.updating(), compat.known_learning_rate(optimizer):
+                self._apply_to_shards(optimizer, apply, grads, trained, dims)
         else:
             self._apply(optimizer, apply, grads, variables)
         if local is not None:
@@ -119,7 +120,7 @@ class LiftScope(VariableScope):
         trained: Sequence[Variable],
         dims: dict[int, int],
     ) -> None:
-        """Applies an update of which each replica computes its shards of some variables and slots.
+        """Applies an update of which each replica computes its shards of some variables and slots. Call it in update context.
 
         Args:
           optimizer: the optimizer.
@@ -134,14 +135,13 @@ class LiftScope(VariableScope):
         values = [(v, x) for (v, _), x in zip(state, before, strict=True)]
         with compat.shapes(shards), keras.StatelessScope(values) as inner:
             apply(grads, trained)
-        with self.updating():
-            for (variable, dim), value in zip(state, before, strict=True):
-                new = inner.get_current_value(variable)
-                if dim is None and new is not value:
-                    variable.assign(new)
-                elif dim is not None and new is not value:
-                    self.values_change()
-                    self.entry(variable).put_shard(new, dim)
+        for (variable, dim), value in zip(state, before, strict=True):
+            new = inner.get_current_value(variable)
+            if dim is None and new is not value:
+                variable.assign(new)
+            elif dim is not None and new is not value:
+                self.values_change()
+                self.entry(variable).put_shard(new, dim)
 
     def _apply(
         self, optimizer: keras.optimizers.Optimizer, apply: Callable[..., None], grads: Sequence[Any], variables: Any
