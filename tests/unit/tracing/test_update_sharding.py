@@ -140,6 +140,23 @@ def test_scaled_losses_of_a_short_first_batch() -> None:
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-6)
 
 
+def test_slots_written_with_short_batches() -> None:
+    def values(strategy: phalanx.Strategy) -> list[np.ndarray]:
+        with strategy.scope():
+            v, optimizer = keras.Variable(np.arange(8.0, dtype="float32")), keras.optimizers.SGD(0.5, momentum=0.5)
+
+        def step(x: Any) -> None:
+            optimizer.apply([v * keras.ops.sum(x)], [v])
+            optimizer.variables[2].assign(optimizer.variables[2] * 0.5)
+
+        for batch in strategy.experimental_distribute_dataset(BATCHES[1:3]):
+            strategy.run(step, args=(batch,))
+        return [np.asarray(v), np.asarray(optimizer.variables[2])]
+
+    for a, b in zip(values(_sharded()), values(phalanx.OneDeviceStrategy("cpu:0")), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
 def test_large_variables_by_default() -> None:
     with phalanx.MirroredStrategy(TWO).scope():
         v, w = keras.Variable(np.ones((256, 256), "float32")), keras.Variable(np.ones((256, 255), "float32"))
@@ -177,6 +194,13 @@ def _writes_slots(v: keras.Variable, optimizer: keras.optimizers.Optimizer) -> A
     optimizer.apply([v * 0.5], [v])
     momentum.assign(momentum * 0.5)
     momentum.assign_add(jnp.ones(8))
+    return momentum + 0
+
+
+def _writes_slots_that_differ(v: keras.Variable, optimizer: keras.optimizers.Optimizer) -> Any:
+    momentum = optimizer.variables[2]
+    optimizer.apply([v * 0.5], [v])
+    momentum.assign(momentum * (1 + phalanx.get_replica_context().replica_id_in_sync_group))
     return momentum + 0
 
 
@@ -221,6 +245,7 @@ def _changes_its_mind(v: keras.Variable, optimizer: keras.optimizers.Optimizer) 
     [
         _reads_between_updates,
         _writes_slots,
+        _writes_slots_that_differ,
         _updates_in_branch,
         _updates_in_loop,
         _takes_gradients_again,

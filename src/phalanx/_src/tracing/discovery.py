@@ -519,18 +519,27 @@ class ShardEntry(Entry):
     """
 
     def __init__(self, variable: Variable, shard: jax.Array, dim: int, trace: object) -> None:
-        self._shard, self._dim, self._trace = shard, dim, trace
-        self.variable, self.initial = variable, shard
+        self.variable, self._dim, self._trace = variable, dim, trace
+        self._first = self._shard = shard
+        # What the replica function has assigned, which may differ between replicas until the end of the program combines it.
+        self._assigned: jax.Array | None = None
+
+    @property  # type: ignore[override]
+    def initial(self) -> jax.Array:
+        return self._gathered(self._first)
 
     @property  # type: ignore[override]
     def value(self) -> jax.Array:
-        # Not all replicas may enter the `lax` body that reads it, but all of them must gather.
-        with set_current_trace(self._trace):
-            return update_sharding.whole_of(self._shard, self._dim)
+        return self._gathered(self._shard) if self._assigned is None else self._assigned
 
     @value.setter
     def value(self, value: jax.Array) -> None:
-        self._shard = self.holding(value)
+        self._assigned = value
+
+    def _gathered(self, shard: jax.Array) -> jax.Array:
+        # Not all replicas may enter the `lax` body that reads it, but all of them must gather.
+        with set_current_trace(self._trace):
+            return update_sharding.whole_of(shard, self._dim)
 
     @property
     @override
@@ -540,7 +549,7 @@ class ShardEntry(Entry):
     @property
     @override
     def held(self) -> jax.Array:
-        return self._shard
+        return self._shard if self._assigned is None else self.holding(self._assigned)
 
     @override
     def holding(self, value: jax.Array) -> jax.Array:
@@ -548,11 +557,11 @@ class ShardEntry(Entry):
 
     @override
     def shard(self, dim: int) -> jax.Array:
-        return self._shard
+        return self.held
 
     @override
     def put_shard(self, shard: jax.Array, dim: int) -> None:
-        self._shard, self.written = shard, True
+        self._shard, self._assigned, self.written = shard, None, True
 
 
 def _aval(array: jax.Array) -> Any:
