@@ -524,8 +524,8 @@ class ShardEntry(Entry):
         # What the replica function has assigned, which may differ between replicas until the end of the program combines it.
         self._assigned: jax.Array | None = None
 
-    @property  # type: ignore[override]
-    def initial(self) -> jax.Array:
+    @property
+    def initial(self) -> jax.Array:  # type: ignore[override]
         return self._gathered(self._first)
 
     @property  # type: ignore[override]
