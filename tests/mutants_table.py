@@ -583,9 +583,9 @@ FAULTS = [
     ),
     Fault(
         "a slot that a replica function reads is a shard",
-        "discovery:ShardEntry.value",
-        "return update_sharding.whole_of(self._shard, self._dim)",
-        "return self._shard",
+        "discovery:ShardEntry._gathered",
+        "return update_sharding.whole_of(shard, self._dim)",
+        "return shard",
         "unit/tracing/test_update_sharding.py",
     ),
     Fault(
