@@ -60,8 +60,10 @@ class Report:
         lines = [f"  {text}" + (f"  ({times} times)" if times > 1 else "") for text, times in sorted(changes.items())]
         lines += [f"  {finding.place or f'line {finding.line}'}: {finding.text}" for finding in looks]
         if self.in_tensorflow:
+            names = f"{self.in_tensorflow} name{'s' * (self.in_tensorflow != 1)}"
             lines.append(
-                f"  TensorFlow stays for {self.in_tensorflow} names, as in tf.data: pip install tensorflow-cpu"
+                f"  TensorFlow stays for {names}, as in tf.data. HINT: pip install tensorflow-cpu, or pass arrays: "
+                "strategy.experimental_distribute_dataset((x, y), batch_size=...)"
             )
         changed = sum(changes.values())
         summary = f"{changed} change{'s' * (changed != 1)}, {len(looks)} line{'s' * (len(looks) != 1)} to look at"
