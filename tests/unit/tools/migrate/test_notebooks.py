@@ -54,9 +54,10 @@ def test_lines_that_are_not_python_are_told_from_those_that_are():
 
 
 def test_report_names_cell_and_line():
-    before = notebook("import tensorflow as tf", "x = 1\ntf.foo(x)")
+    before = notebook("import tensorflow as tf", "x = 1\ntf.foo(x)", "tf.data.Dataset.range(3)")
     migration = migrate_notebook(before, "a.ipynb", the_table())
     assert any(line.startswith("  cell 2, line 2: tf.foo: ") for line in migration.report.lines())
+    assert "stays: tf.data.Dataset.range (cell 3, line 1)" in migration.report.lines()[-1]
 
 
 def test_notebook_without_tensorflow_stays_byte_for_byte():

@@ -18,7 +18,7 @@ HEAD = "import tensorflow as tf\n"
 def migrated(source):
     """Returns the new source and the lines of the report that need a look."""
     migration = migrate(source.encode(), "train.py", the_table())
-    looks = [f"{finding.line}: {finding.text}" for finding in migration.report.findings if finding.kind != "changed"]
+    looks = [f"{finding.line}: {finding.text}" for finding in migration.report.findings if finding.kind == "look"]
     return migration.source.decode(), looks
 
 
@@ -180,6 +180,23 @@ y = tf.cast(1, tf.float32)
         'ops.cast(1, "float32")',
     ):
         assert line in new
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (["range"], "1 name of TensorFlow stays: tf.data.Dataset.range (line 2). HINT: "),
+        (["range", "list_files", "range"], "2 names of TensorFlow stay: tf.data.Dataset.range (line 2), "),
+        (["a", "b", "c", "d", "e"], "tf.data.Dataset.b (line 3), tf.data.Dataset.c (line 4), 2 more. HINT: "),
+    ],
+)
+def test_report_names_what_stays_in_tensorflow(names, said):
+    """Each name with its first line, up to three of them. They need no look."""
+    source = "import tensorflow as tf\n" + "".join(f"tf.data.Dataset.{name}(3)\n" for name in names)
+    report = migrate(source.encode(), "train.py", the_table()).report
+    assert report.exit_code == 0
+    assert said in report.lines()[-1]
+    assert "experimental_distribute_dataset((x, y), batch_size=" in report.lines()[-1]
 
 
 def test_aliases_are_followed():

@@ -105,7 +105,7 @@ def _by_cell(report: Report, program: str) -> Report:
         cell = sum(start <= finding.line for start in starts)
         line = finding.line - starts[cell - 1] if cell else finding.line
         findings.append(Finding(finding.line, finding.kind, f"{finding.text}", f"cell {cell}, line {line}"))
-    return Report(report.path, findings, report.in_tensorflow)
+    return Report(report.path, findings)
 
 
 def _set_source(cell: dict[str, PyTree], before: str, after: str) -> None:

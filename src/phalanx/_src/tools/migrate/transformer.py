@@ -17,7 +17,7 @@ from phalanx._src.tools.migrate.forms import FORMS, LookError
 from phalanx._src.tools.migrate.imports import MODULES, REMOVED
 from phalanx._src.tools.migrate.names import Reference, UsedNames, dotted
 from phalanx._src.tools.migrate.regions import Regions
-from phalanx._src.tools.migrate.report import CHANGED, LOOK, Report
+from phalanx._src.tools.migrate.report import CHANGED, LOOK, STAYS, Report
 from phalanx._src.tools.migrate.table import NameTable, Row
 
 CSTNodeT = TypeVar("CSTNodeT", bound=cst.CSTNode)
@@ -291,7 +291,7 @@ class Transformer(cst.CSTTransformer):
             return None
         elif rows[0].kind != "keep":
             return rows
-        self._report.in_tensorflow += 1
+        self._report.add(self._line(node), STAYS, reference.path)
         self.remaining.add(id(reference.binding))
         return None
 
