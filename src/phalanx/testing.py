@@ -13,15 +13,16 @@ from typing import Any, NamedTuple, Self, final
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
-from phalanx._src.compat import Variable, raw_value
+from phalanx._src.compat import raw_value
 from phalanx._src.input.distributed import DistributedDataset
 from phalanx._src.input.iterator import DistributedIterator
 from phalanx._src.input.state import from_text, to_text
 from phalanx._src.mesh import device_assignment, tpu_system
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.mesh.topology import Topology
-from phalanx._src.mesh.values import is_distributed
+from phalanx._src.mesh.values import PerReplica, is_distributed
 from phalanx._src.programs.slots import slot_of
 from phalanx._src.tools.describe import variables_of
 from phalanx._src.tracing.update_sharding import sharding_of
@@ -158,18 +159,20 @@ def _call(*words: str) -> None:
 
 
 def assert_in_sync(*objects: object) -> None:
-    """Asserts that all replicas hold bitwise equal values of variables.
+    """Asserts that all replicas hold bitwise equal values of variables and arrays.
 
     Call it outside all programs, in all processes. It skips variables that no program has used yet: their values may
-    differ between processes until the first program copies the values of the first process.
+    differ between processes until the first program copies the values of the first process. It skips arrays that no
+    strategy has placed on its replicas.
 
     Args:
-      objects: variables, or models, layers, optimizers and metrics with variables, or lists of these.
+      objects: variables; models, layers, optimizers and metrics with variables; JAX arrays and `Mirrored` values; or pytrees
+        of these.
 
     Raises:
-      DivergenceError: a variable differs. The message names the variable, and the ranks and replicas that differ from most
-        replicas. If no value has a majority, it names those that differ from replica 0.
-      InvalidArgumentError: an object is not a variable and has no variables.
+      DivergenceError: a value differs. The message names the variable or array, and the ranks and replicas that differ from
+        most replicas. If no value has a majority, it names those that differ from replica 0.
+      InvalidArgumentError: an object is neither a variable nor an array, and has no variables.
 
     Example:
       >>> import keras, phalanx, phalanx.testing
@@ -177,21 +180,50 @@ def assert_in_sync(*objects: object) -> None:
       ...     model = keras.Sequential([keras.layers.Input((2,)), keras.layers.Dense(1)])
       >>> phalanx.testing.assert_in_sync(model)
     """
-    variables = [v for o in objects for v in variables_of("assert_in_sync", o)]
-    homes: dict[int, tuple[Topology, list[Variable]]] = {}
-    for variable in variables:
-        home = slot_of(variable).home
-        if home is not None and raw_value(variable) is not None:
-            homes.setdefault(id(home), (home, []))[1].append(variable)
-    for home, group in homes.values():
-        _assert_equal_everywhere(group, home)
+    homes: dict[int, tuple[Topology, list[_Value]]] = {}
+    meshes: dict[Mesh, list[_Value]] = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(objects, is_leaf=lambda x: isinstance(x, PerReplica)):
+        if not isinstance(leaf, jax.Array):
+            for variable in variables_of("assert_in_sync", leaf):
+                home, value = slot_of(variable).home, raw_value(variable)
+                if home is not None and value is not None:
+                    values = homes.setdefault(id(home), (home, []))[1]
+                    values.append(_Value(variable.path, value, sharding_of(home, variable)))
+        elif (
+            isinstance(sharding := leaf.sharding, NamedSharding)
+            and isinstance(mesh := sharding.mesh, Mesh)
+            and mesh.axis_names[:1] == (REPLICA_AXIS,)
+        ):
+            name = f"objects{jax.tree_util.keystr(path)}"
+            meshes.setdefault(mesh, []).append(_Value(name, leaf, sharding))
+    for home, values in homes.values():
+        hint = "assign only values that all processes compute identically, or assign inside strategy.run"
+        _assert_equal_everywhere(values, home, "variable", hint)
+    for mesh, values in meshes.items():
+        axes = tuple(zip(mesh.axis_names[1:], mesh.devices.shape[1:], strict=True))
+        hint = "all_reduce the gradients in the replica function, and return phalanx.Mirrored only of values that are equal"
+        _assert_equal_everywhere(values, Topology(tuple(mesh.devices.flat), axes), "array", hint)
 
 
-def _assert_equal_everywhere(variables: list[Variable], topology: Topology) -> None:
-    local_digests = np.array([[_digest(c) for c in _copies(v, topology)] for v in variables])
+class _Value(NamedTuple):
+    """A value that the replicas hold.
+
+    Args:
+      name: its name in messages.
+      value: the array, or what a variable holds.
+      sharding: the placement on the devices of its strategy.
+    """
+
+    name: str
+    value: object
+    sharding: NamedSharding
+
+
+def _assert_equal_everywhere(values: list[_Value], topology: Topology, noun: str, hint: str) -> None:
+    local_digests = np.array([[_digest(c) for c in _copies(v, topology)] for v in values])
     everywhere = np.concatenate(topology.exchange(local_digests), axis=1)
-    # Shape: (variables, replicas, devices_per_replica, words of a digest).
-    everywhere = everywhere.reshape(len(variables), topology.num_replicas, topology.devices_per_replica, -1)
+    # Shape: (values, replicas, devices_per_replica, words of a digest).
+    everywhere = everywhere.reshape(len(values), topology.num_replicas, topology.devices_per_replica, -1)
     all_odd = {i: odd for i, digests in enumerate(everywhere) if (odd := _odd_replicas(digests)).replicas}
     if not all_odd:
         return
@@ -200,25 +232,24 @@ def _assert_equal_everywhere(variables: list[Variable], topology: Topology) -> N
     where = ", ".join(f"rank {rank}" for rank in ranks)
     replicas = f"replica{'s' * (len(odd.replicas) > 1)} {', '.join(map(str, odd.replicas))}"
     raise DivergenceError(
-        f"assert_in_sync of {_counted(len(variables))}",
-        f"{variables[first].path!r} on {where} ({replicas} of {topology.num_replicas}) differs from {odd.reference}; "
-        f"{_counted(len(all_odd))} {'differs' if len(all_odd) == 1 else 'differ'} in total.",
-        "assign only values that all processes compute identically, or assign inside strategy.run",
+        f"assert_in_sync of {_counted(len(values), noun)}",
+        f"{values[first].name!r} on {where} ({replicas} of {topology.num_replicas}) differs from {odd.reference}; "
+        f"{_counted(len(all_odd), noun)} {'differs' if len(all_odd) == 1 else 'differ'} in total.",
+        hint,
     )
 
 
-def _counted(variables: int) -> str:
-    return f"{variables} variable{'s' * (variables != 1)}"
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}{'s' * (count != 1)}"
 
 
-def _copies(variable: Variable, topology: Topology) -> list[Any]:
-    """Returns the copy of a variable on each local device, replica by replica."""
-    value, devices = raw_value(variable), topology.devices_here
-    home = sharding_of(topology, variable)
-    if REPLICA_AXIS in home.spec:
+def _copies(of: _Value, topology: Topology) -> list[Any]:
+    """Returns the copy of a value on each local device, replica by replica."""
+    value, devices = of.value, topology.devices_here
+    if REPLICA_AXIS in of.sharding.spec:
         # Each replica holds a different shard, so there are no copies to compare.
         return [np.zeros(0)] * len(devices)
-    if not isinstance(value, jax.Array) or value.sharding != home:
+    if not isinstance(value, jax.Array) or value.sharding != of.sharding:
         return [value] * len(devices)
     shards = {s.device: s.data for s in value.addressable_shards}
     return [shards[d] for d in devices]
@@ -230,7 +261,7 @@ def _digest(value: object) -> np.ndarray:
 
 
 class _Odd(NamedTuple):
-    """The replicas whose copy of a variable differs from a reference.
+    """The replicas whose copy of a value differs from a reference.
 
     Args:
       replicas: their ids.

@@ -9,6 +9,7 @@ import subprocess
 import sys
 
 import jax
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -95,9 +96,33 @@ def test_a_model_of_a_custom_loop(strategy):
         phalanx.testing.assert_in_sync(model)
 
 
-def test_neither_variable_nor_owner(strategy):
+def test_arrays_of_a_step_that_forgets_a_sum(strategy):
+    """Replicated arrays are equal; those that `Mirrored` declares to be, and are not, are named. Arrays of one device are skipped."""
+    params = strategy.replicate({"w": np.ones((2, 3), np.float32), "b": np.zeros(3, np.float32)})
+    phalanx.testing.assert_in_sync(params, params.value, jnp.ones(2))
+
+    def step(is_summed):
+        context = phalanx.get_replica_context()
+        gradient = jnp.float32(context.replica_id_in_sync_group)
+        return phalanx.Mirrored(
+            {"b": jnp.zeros(3), "w": context.all_reduce("SUM", gradient) if is_summed else gradient}
+        )
+
+    phalanx.testing.assert_in_sync(strategy.run(step, args=(True,)))
+    new = strategy.run(step, args=(False,))
+    for subject, name in ((new, "objects[1].value['w']"), ([new.value], "objects[1][0]['w']")):
+        with pytest.raises(DivergenceError) as e:
+            phalanx.testing.assert_in_sync(params, subject)
+        assert f"assert_in_sync of 4 arrays: {name!r} on rank 0 (replicas 1, 2 of 3) differs from replica 0" in str(
+            e.value
+        )
+        assert "all_reduce the gradients" in e.value.hint
+
+
+@pytest.mark.parametrize("subject", [3, phalanx.PerReplica((1, 2, 3))])
+def test_neither_variable_nor_owner(strategy, subject):
     with pytest.raises(InvalidArgumentError, match="is not a variable and has no variables"):
-        phalanx.testing.assert_in_sync(3)
+        phalanx.testing.assert_in_sync(subject)
 
 
 @pytest.mark.parametrize(("breaks", "every", "noticed"), [(2, 2, 3), (3, 2, 3), (0, 5, 4), (6, 5, 7)])

@@ -488,7 +488,12 @@ def _flatten_per_replica(value: PerReplica) -> tuple[tuple[Any, ...], Any]:
 jax.tree_util.register_pytree_node(
     PerReplica, _flatten_per_replica, lambda aux, children: PerReplica(children[0] if children else aux[0], *aux[1:])
 )
-jax.tree_util.register_pytree_node(Mirrored, lambda m: ((m.value,), None), lambda _, c: Mirrored(c[0]))
+jax.tree_util.register_pytree_with_keys(
+    Mirrored,
+    lambda m: (((jax.tree_util.GetAttrKey("value"), m.value),), None),
+    lambda _, children: Mirrored(*children),
+    lambda m: ((m.value,), None),
+)
 jax.tree_util.register_pytree_node(
     ReplicaLocal, lambda m: ((m.value, m.mask, m.has_rows), None), lambda _, children: ReplicaLocal(*children)
 )
