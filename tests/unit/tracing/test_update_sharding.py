@@ -159,15 +159,15 @@ def test_slots_written_with_short_batches() -> None:
 
 def test_large_variables_by_default() -> None:
     with phalanx.MirroredStrategy(TWO).scope():
-        v, w = keras.Variable(np.ones((256, 256), "float32")), keras.Variable(np.ones((256, 255), "float32"))
+        v, w = keras.Variable(np.ones((640, 640), "float32")), keras.Variable(np.ones((640, 64), "float32"))
         optimizer = keras.optimizers.Adam()
     strategy = phalanx.MirroredStrategy(TWO)
-    strategy.run(lambda: optimizer.apply([jnp.ones((256, 256)), jnp.ones((256, 255))], [v, w]))
+    strategy.run(lambda: optimizer.apply([jnp.ones((640, 640)), jnp.ones((640, 64))], [v, w]))
     assert [_is_sharded(s) for s in optimizer.variables[2:]] == [True, True, False, False]
     whole = phalanx.MirroredStrategy(TWO, weight_update_sharding=False)
-    whole.run(lambda: optimizer.apply([jnp.ones((256, 256)), jnp.ones((256, 255))], [v, w]))
+    whole.run(lambda: optimizer.apply([jnp.ones((640, 640)), jnp.ones((640, 64))], [v, w]))
     assert not any(map(_is_sharded, optimizer.variables))
-    np.testing.assert_allclose(v, np.full((256, 256), 1 - 2 * 0.001), rtol=1e-5)
+    np.testing.assert_allclose(v, np.full((640, 640), 1 - 2 * 0.001), rtol=1e-5)
 
 
 def _one_update(

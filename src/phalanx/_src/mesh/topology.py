@@ -29,7 +29,7 @@ from phalanx._src.typed_jax import partition_spec
 from phalanx.errors import ContextError, DeviceError, InvalidArgumentError, shown
 from phalanx.typing import PyTree
 
-_LARGE_BYTES = 1 << 18
+_LARGE_BYTES = 3 << 19
 """The size from which the update of a variable is sharded over the replicas. Two more operations for a smaller one cost what they save."""
 
 

@@ -37,7 +37,7 @@ class MirroredStrategy(SynchronousStrategy):
         With "auto", the speeds are measured, and each iteration over a dataset begins with shares that follow them. None divides
         batches evenly.
       weight_update_sharding: whether each replica updates its shard of a variable, and holds only that shard of the optimizer's slots.
-        Variables stay whole; results and checkpoints stay the same. None shards variables from 256 KiB on, on CPUs, unless
+        Variables stay whole; results and checkpoints stay the same. None shards variables from 1.5 MiB on, on CPUs, unless
         another of these arguments needs full gradients. It never concerns optimizers that need a variable as a whole: LAMB,
         Adafactor, Muon, subclasses of users, and any with `clipnorm`, `global_clipnorm`, `use_ema` or accumulated gradients.
 
