@@ -17,7 +17,7 @@ _CASES = (
     ("wide and deep", 50_000, 2),
     ("wide and deep", 50_000, 4),
 )
-_QUICK = (("mlp", 512, 2),)
+_QUICK = (("mlp", 2048, 2),)
 _TARGETS = {("mlp", 7000): 1.3}
 _TURN_S = 0.3
 
