@@ -182,8 +182,11 @@ def assert_in_sync(*objects: object) -> None:
     """
     homes: dict[int, tuple[Topology, list[_Value]]] = {}
     meshes: dict[Mesh, list[_Value]] = {}
+    # A None within a pytree is no object: states of optimizers have them.
+    for missing in (x for x in objects if x is None):
+        variables_of("assert_in_sync", missing)
     for path, leaf in jax.tree_util.tree_leaves_with_path(objects, is_leaf=lambda x: isinstance(x, PerReplica)):
-        if not isinstance(leaf, jax.Array):
+        if not isinstance(leaf, jax.Array) or leaf.is_deleted():
             for variable in variables_of("assert_in_sync", leaf):
                 home, value = slot_of(variable).home, raw_value(variable)
                 if home is not None and value is not None:
