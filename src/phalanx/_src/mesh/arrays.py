@@ -257,10 +257,9 @@ def _is_small_here(value: object) -> bool:
     """Returns whether NumPy can read a small array without waiting for it."""
     if isinstance(value, np.ndarray):
         return value.nbytes < _SMALL_BYTES
-    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer) or not isinstance(value.dtype, np.dtype):
+    if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer):
         return False
-    devices = value.devices()
-    is_on_one_cpu = len(devices) == 1 and next(iter(devices)).platform == "cpu"
+    is_on_one_cpu = len(value.devices()) == 1 and is_on_cpu(value)
     return is_on_one_cpu and value.size * value.dtype.itemsize < _SMALL_BYTES and is_ready(value)
 
 

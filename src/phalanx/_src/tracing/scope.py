@@ -131,15 +131,16 @@ class LiftScope(VariableScope):
         """
         state = [(v, dims.get(id(v))) for v in (*trained, *optimizer.variables)]
         before = [self.get_current_value(v) if dim is None else self.entry(v).shard(dim) for v, dim in state]
-        shards = [(v, x.shape) for (v, _), x in zip(state, before, strict=True)]
         values = [(v, x) for (v, _), x in zip(state, before, strict=True)]
-        with compat.shapes(shards), keras.StatelessScope(values) as inner:
+        with compat.shapes([(v, x.shape) for v, x in values]), keras.StatelessScope(values) as inner:
             apply(grads, trained)
         for (variable, dim), value in zip(state, before, strict=True):
             new = inner.get_current_value(variable)
-            if dim is None and new is not value:
+            if new is value:
+                continue
+            if dim is None:
                 variable.assign(new)
-            elif dim is not None and new is not value:
+            else:
                 self.values_change()
                 self.entry(variable).put_shard(new, dim)
 
