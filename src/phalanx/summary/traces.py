@@ -7,34 +7,35 @@ import tempfile
 from dataclasses import dataclass
 
 import jax
+from typing_extensions import override
 
 from phalanx._src import compat
-from phalanx._src.programs.before_steps import watchers
 from phalanx._src.programs.program import Call
 from phalanx._src.runtime.bootstrap import is_this_chief
+from phalanx._src.runtime.observers import Observer, observers
 from phalanx._src.typed_jax import stop_profile
 from phalanx.errors import ContextError, InvalidArgumentError, arguments, shown
 from phalanx.summary.ops import Recorded, text
 from phalanx.summary.steps import Step
 
 
-class CalledPrograms:
+class CalledPrograms(Observer):
     """Collects the text of each program that is called, once."""
 
     def __init__(self) -> None:
         self._of_program: dict[object, tuple[str, str]] = {}
-        watchers.append(self._note)
+        observers.add(self)
 
     def stop(self) -> None:
         """Stops collecting."""
-        if self._note in watchers:
-            watchers.remove(self._note)
+        observers.remove(self)
 
     def as_markdown(self) -> str:
         """Returns the name and the text of each program."""
         return "\n\n".join(f"### {name}\n\n{_fenced(program)}" for name, program in self._of_program.values())
 
-    def _note(self, call: Call) -> None:
+    @override
+    def before_program(self, call: Call) -> None:
         # Once per program: later calls run the same text.
         if call.program not in self._of_program:
             self._of_program[call.program] = call.name, call.trace().lower().as_text()

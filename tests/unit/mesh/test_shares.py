@@ -21,9 +21,9 @@ def measured(clock, seconds, rows=10, steps=8, shares=None):
         began_s = clock[0]
         for replica, own_s in enumerate(seconds):
             clock[0] = began_s
-            shares.note_end(replica)
+            shares.after_replica_step(replica)
             clock[0] = began_s + own_s
-            shares.note_own_part(replica, rows)
+            shares.after_own_part(replica, rows)
     return shares
 
 
@@ -61,7 +61,7 @@ def test_first_step_has_no_beginning(clock):
     """Its program was compiled in it."""
     shares = Shares(is_measured=True)
     for _ in range(9):
-        shares.note_own_part(0, 10)
+        shares.after_own_part(0, 10)
     assert adapted(shares, 1) == []
 
 

@@ -257,7 +257,7 @@ def test_measured_shares_follow_the_speeds():
         model = compiled(strategy)
         if weights == "auto":
             shares, noted = strategy.topology.shares, set()
-            note = shares.note_own_part
+            note = shares.after_own_part
 
             def measured(replica, rows, note=note, noted=noted, shares=shares):
                 noted.add(replica)
@@ -265,7 +265,7 @@ def test_measured_shares_follow_the_speeds():
                 if shares._seconds_per_row.get(replica):
                     shares._seconds_per_row[replica][-1] = 0.03 if replica == 1 else 0.01
 
-            shares.note_own_part = measured
+            shares.after_own_part = measured
         history = model.fit(X, Y, batch_size=3, epochs=3, shuffle=False, verbose=0)
         found.append([*history.history["loss"], *model.get_weights()])
         jax.effects_barrier()

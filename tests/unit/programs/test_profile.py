@@ -10,21 +10,24 @@ import pytest
 import phalanx
 from phalanx._src.cluster.watch.profiles import PROFILE, Span
 from phalanx._src.programs import profile
-from phalanx._src.programs.before_steps import watchers
+from phalanx._src.runtime.observers import observers
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
-def profiled(tmp_path, monkeypatch):
+def profiled(tmp_path):
     def ask(first, last):
-        monkeypatch.setattr(profile, "_followed", [])
         profile.follow({PROFILE: str(Span(first, last, tmp_path))})
         return tmp_path / "rank_0.json.gz"
 
-    before = list(watchers)
     yield ask
-    watchers[:] = before
+    for observer in of_profiles():
+        observers.remove(observer)
+
+
+def of_profiles():
+    return [x for x in observers if isinstance(x, profile.Profile)]
 
 
 def train(steps):
@@ -38,23 +41,23 @@ def train(steps):
 
 
 def test_some_steps_are_profiled(profiled):
-    """The file is there as soon as the last of them has ended, and has their programs."""
+    """The file is there as soon as the last of them has ended, and has their programs. Each process profiles once."""
     path = profiled(3, 5)
     train(4)
     assert not path.exists()
     train(4)
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     assert {"rank 0 /host:CPU"} == {e["args"]["name"] for e in events if e["name"] == "process_name"}
-    assert profile.Profile not in {type(getattr(w, "__self__", None)) for w in watchers}
+    profile.follow({PROFILE: str(Span(1, 2, path.parent))})
+    assert len(of_profiles()) == 1
 
 
 def test_training_that_ends_early(profiled):
     """What was profiled until then is written when the process ends. Without a request nothing watches the steps."""
-    before = list(watchers)
     profile.follow({})
-    assert watchers == before
+    assert not of_profiles()
     path = profiled(1, 100)
     train(3)
-    (own,) = [w.__self__ for w in watchers if isinstance(getattr(w, "__self__", None), profile.Profile)]
-    own.end()
+    (observer,) = of_profiles()
+    observer.end()
     assert path.exists()

@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, final
 
+from typing_extensions import override
+
 from phalanx._src.checkpoint.checkpoint import Checkpoint, of_chief, require_between_steps
 from phalanx._src.checkpoint.manager import CheckpointManager
 from phalanx._src.cluster.processes.notices import Notices
@@ -18,7 +20,7 @@ from phalanx._src.cluster.resolvers.base import ClusterResolver
 from phalanx._src.cluster.watch import watch
 from phalanx._src.cluster.watch.sync_point import SyncPoint
 from phalanx._src.input.iterator import not_yet_used
-from phalanx._src.programs import before_steps
+from phalanx._src.runtime.observers import Observer, observers
 from phalanx.errors import InvalidArgumentError, arguments, shown
 from phalanx.typing import PyTree
 
@@ -101,6 +103,21 @@ class TerminationConfig:
             arguments.seconds("grace_period", self.grace_period)
 
 
+class _PassingBeforeSteps(Observer):
+    """Passes a point between two steps before each step.
+
+    Args:
+      pass_point: function of the arguments of the step.
+    """
+
+    def __init__(self, pass_point: Callable[[PyTree], None]) -> None:
+        self._pass_point = pass_point
+
+    @override
+    def before_step(self, arguments: PyTree) -> None:
+        self._pass_point(arguments)
+
+
 @final
 class PreemptionCheckpointHandler:
     """Saves a checkpoint after the same step in all processes when one of them will be ended. Created in all processes.
@@ -169,6 +186,7 @@ class PreemptionCheckpointHandler:
         self._began_s: float | None = None
         self._points = 0
         self._is_extended = False
+        self._is_saving = False
         self._timer: threading.Timer | None = None
         self._notices = Notices(call, self._note, self._question(is_on_gce=is_on_gce))
         try:
@@ -221,11 +239,8 @@ class PreemptionCheckpointHandler:
 
         Enter it outside replica functions, in all processes. See `run`.
         """
-        before_steps.hooks.append(self._pass)
-        try:
+        with observers.including(_PassingBeforeSteps(self._pass)):
             yield
-        finally:
-            before_steps.hooks.remove(self._pass)
 
     def close(self) -> None:
         """Stops listening, so that SIGTERM ends this process as before. `run` then only calls its function. May be called in the main thread."""
@@ -255,6 +270,8 @@ class PreemptionCheckpointHandler:
           args: arguments of the function that saves.
           kwargs: keyword arguments of the function that saves.
         """
+        if self._is_saving:
+            return  # `save_fn` runs steps.
         self._began_s = self._began_s or time.monotonic()
         self._points += 1
         reason = self._cluster.point.is_reached()
@@ -265,7 +282,7 @@ class PreemptionCheckpointHandler:
         if self._is_extended and not is_last:
             return  # A second process was told to end.
         began_s = time.monotonic()
-        with before_steps.none(), not_yet_used(unused):
+        with not_yet_used(unused):
             self._save(*args, **kwargs)
         if self._cluster.is_chief:
             what = "exit" if is_last else "train on"
@@ -280,12 +297,16 @@ class PreemptionCheckpointHandler:
             self._go_on(time.monotonic() - began_s)
 
     def _save(self, *args: Any, **kwargs: Any) -> None:
-        if self._config.save_fn is not None:
-            self._config.save_fn(*args, **kwargs)
-        else:
-            self._manager.save(*args, **{"check_interval": False, **kwargs})
-        self._manager.sync()
-        of_chief("")  # The file of the chief is on the disk.
+        self._is_saving = True
+        try:
+            if self._config.save_fn is not None:
+                self._config.save_fn(*args, **kwargs)
+            else:
+                self._manager.save(*args, **{"check_interval": False, **kwargs})
+            self._manager.sync()
+            of_chief("")  # The file of the chief is on the disk.
+        finally:
+            self._is_saving = False
 
     def _go_on(self, save_s: float) -> None:
         """Asks for the last save shortly before the grace period ends. This process was told to end.

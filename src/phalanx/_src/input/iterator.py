@@ -5,7 +5,7 @@ import functools
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar, final
 
@@ -26,6 +26,7 @@ from phalanx._src.input.sources.rows import read
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.mesh.values import is_distributed, spec_of
 from phalanx._src.options import InputOptions
+from phalanx._src.runtime.observers import observers
 from phalanx._src.tracing.draws import AbstractIterator
 from phalanx._src.tracing.scope import innermost, program_scope
 from phalanx._src.typed_jax import OpenSpec
@@ -36,9 +37,6 @@ from phalanx.typing import PyTree
 T = TypeVar("T")
 
 _MOST_STEPS = 2**31 - 1
-
-waits: list[Callable[[float, float], None]] = []
-"""Functions that are called after each wait for a batch, of the times at which it began and ended (`time.monotonic`)."""
 
 _unused: set[int] = set()
 
@@ -382,12 +380,12 @@ class DistributedIterator(AbstractIterator):
 
     def _get(self, form: Form) -> Batch | None:
         most = None if self._expected is None else max(1, self._expected - len(self._seen))
-        if not waits:
+        if not observers.of_waits:
             return self._batches.get(form, most)
         began_s = time.monotonic()
         batch = self._batches.get(form, most)
-        for hear in waits:
-            hear(began_s, time.monotonic())
+        for observer in observers.of_waits:
+            observer.after_wait(began_s, time.monotonic())
         return batch
 
     def _put_back(self, batch: Batch, form: Form) -> None:

@@ -9,6 +9,9 @@ from fractions import Fraction
 from typing import final
 
 import numpy as np
+from typing_extensions import override
+
+from phalanx._src.runtime.observers import Observer
 
 _KEPT = 64
 _LEAST = 8
@@ -17,7 +20,7 @@ _WORTHWHILE = 0.1
 
 
 @final
-class Shares:
+class Shares(Observer):
     """The shares of the replicas of a global batch.
 
     Attributes:
@@ -35,7 +38,8 @@ class Shares:
     def __repr__(self) -> str:
         return f"Shares({self.weights}, is_measured={self.is_measured})"
 
-    def note_own_part(self, replica: int, rows: int) -> None:
+    @override
+    def after_own_part(self, replica: int, rows: int) -> None:
         """Notes that a replica of this process has computed all that it can without the others. Called while a program runs."""
         # It began when the step before had ended, so that waiting for input counts, and waiting for others does not.
         began_s = self._ended_s.pop(replica, None)
@@ -43,7 +47,8 @@ class Shares:
             seconds = self._seconds_per_row.setdefault(replica, deque(maxlen=_KEPT))
             seconds.append((time.monotonic() - began_s) / rows)
 
-    def note_end(self, replica: int) -> None:
+    @override
+    def after_replica_step(self, replica: int) -> None:
         """Notes that a step of a replica of this process has ended. Called while a program runs."""
         self._ended_s[replica] = time.monotonic()
 

@@ -8,9 +8,9 @@ from typing import Any, TypeVar
 
 import jax
 
-from phalanx._src.programs.before_steps import hooks
 from phalanx._src.programs.input_signature import Signature
 from phalanx._src.programs.program import Programs
+from phalanx._src.runtime.observers import observers
 from phalanx._src.tracing.scope import innermost
 from phalanx.errors import InvalidArgumentError, shown
 from phalanx.errors.frames import boundary, hide
@@ -34,8 +34,8 @@ class Function:
         try:
             if innermost() is not None:
                 return self._fn(*args, **kwargs)
-            if hooks:
-                hooks[-1]((args, kwargs))
+            for observer in observers.of_steps:
+                observer.before_step((args, kwargs))
             if self._signature is not None:
                 args, kwargs = self._signature.bind(args, kwargs), {}
             return self._programs.call(self._fn, self._fn, args, kwargs)

@@ -7,7 +7,7 @@ All replicas run one program, whose arrays have room for the largest share of th
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,24 +18,11 @@ from jax.experimental import io_callback
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.mesh.values import ComponentSizes
 from phalanx._src.programs.stages import StagedTrace, Stages
+from phalanx._src.runtime.observers import Observer
 from phalanx._src.tracing.discovery import Discovery
 from phalanx._src.typed_jax import shape_dtype
 from phalanx.errors import TraceError, warn_of_slip
 from phalanx.typing import PyTree
-
-
-class StepObserver(Protocol):
-    """Observes the steps of a program. Its methods are called while the program runs, in any thread."""
-
-    def note_own_part(self, replica: int, rows: int) -> None:
-        """Notes that a replica of this process has computed all that it can without other replicas, from `rows` rows."""
-
-    def note_end(self, replica: int) -> None:
-        """Notes that a step of a replica of this process has ended."""
-
-
-listeners: list[StepObserver] = []
-"""The observers of all training steps of programs that are traced from now on."""
 
 
 class Inputs(NamedTuple):
@@ -267,7 +254,7 @@ class DividedProgram:
         share_of = {replica: i for i, share in enumerate(shares) for replica in share.replicas}
         self._share_of = [share_of[replica] for replica in sorted(share_of)] if len(shares) > 1 else []
 
-    def run(self, inputs: Inputs, rows: PyTree, observers: Sequence[StepObserver], *, may_be_empty: bool) -> PyTree:
+    def run(self, inputs: Inputs, rows: PyTree, observers: Sequence[Observer], *, may_be_empty: bool) -> PyTree:
         """Returns the outputs of the replica, with room for those of the largest share.
 
         Args:
@@ -311,12 +298,12 @@ def warn_of_padding(what: object) -> None:
     )
 
 
-def _report_own_part(observers: Sequence[StepObserver], rows: PyTree, sent: Sequence[jax.Array]) -> jax.Array:
+def _report_own_part(observers: Sequence[Observer], rows: PyTree, sent: Sequence[jax.Array]) -> jax.Array:
     """Reports the end of a replica's own part, when `sent` is computed. Returns True, computed after the report."""
 
     def note_own_part(replica: np.ndarray, rows: np.ndarray, *_: np.ndarray) -> np.bool:
         for observer in observers:
-            observer.note_own_part(int(replica), int(rows))
+            observer.after_own_part(int(replica), int(rows))
         return np.True_
 
     token: jax.Array = io_callback(
@@ -325,12 +312,12 @@ def _report_own_part(observers: Sequence[StepObserver], rows: PyTree, sent: Sequ
     return token
 
 
-def _report_end(observers: Sequence[StepObserver], last: Sequence[jax.Array]) -> None:
+def _report_end(observers: Sequence[Observer], last: Sequence[jax.Array]) -> None:
     """Reports the end of the step, when `last` is computed."""
 
     def note_end(replica: np.ndarray, *_: np.ndarray) -> None:
         for observer in observers:
-            observer.note_end(int(replica))
+            observer.after_replica_step(int(replica))
 
     jax.debug.callback(note_end, lax.axis_index(REPLICA_AXIS), *_elements(last))
 

@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import final
 
 import jax
+from typing_extensions import override
 
 from phalanx._src.cluster.watch.profiles import CLOCK, Span, write
-from phalanx._src.programs.before_steps import watchers
 from phalanx._src.programs.program import Call
+from phalanx._src.runtime.observers import Observer, observers
 
 
 @final
-class Profile:
+class Profile(Observer):
     """Counts the training steps, and profiles some of them.
 
     Args:
@@ -28,7 +29,8 @@ class Profile:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._clock_s = 0.0
 
-    def watch(self, call: Call) -> None:
+    @override
+    def before_program(self, call: Call) -> None:
         """Begins or ends the profile before a program runs."""
         if not call.program.trains:
             return
@@ -58,16 +60,11 @@ class Profile:
         write(trace, self._rank, self._clock_s, self._span.folder)
         self._folder.cleanup()
         self._folder = None
-        watchers.remove(self.watch)
         atexit.unregister(self.end)
-
-
-_followed: list[Span] = []
 
 
 def follow(environment: Mapping[str, str]) -> None:
     """Profiles steps of this process, if the environment asks for it. Further calls do nothing."""
     span = Span.of(environment)
-    if span is not None and not _followed:
-        _followed.append(span)
-        watchers.append(Profile(span).watch)
+    if span is not None and not any(isinstance(x, Profile) for x in observers):
+        observers.add(Profile(span))

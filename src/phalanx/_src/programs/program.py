@@ -17,13 +17,13 @@ from phalanx._src import compat
 from phalanx._src.cluster.watch import membership
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.programs import signature
-from phalanx._src.programs.before_steps import watchers
 from phalanx._src.programs.cache import ProgramCache, Settings
 from phalanx._src.programs.explain import explained
 from phalanx._src.programs.interrupts import deferred
 from phalanx._src.programs.state import Group, State
 from phalanx._src.programs.trace import execute_program, trace_program
 from phalanx._src.runtime.dispatch import calling_back, process_dispatching
+from phalanx._src.runtime.observers import observers
 from phalanx._src.tracing import context
 from phalanx._src.tracing.boundary import on_demand
 from phalanx._src.tracing.discovery import Discovery, used_differently
@@ -118,9 +118,9 @@ class Program:
           arguments: the arguments of this call.
           batches: the batches that the program takes from iterators.
         """
-        if watchers and not self._eager:
-            for watch in list(watchers):  # One may leave.
-                watch(Call(self, fn, arguments, batches))
+        if observers.of_programs and not self._eager:
+            for observer in observers.of_programs:
+                observer.before_program(Call(self, fn, arguments, batches))
         for state in self._global_seeds:
             compat.continue_global_seed(state)
         run = self._run_as_one_step if self._updates or self.draws else self._run

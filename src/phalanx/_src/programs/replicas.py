@@ -31,6 +31,7 @@ from phalanx._src.programs import explain, gathering, own_rows
 from phalanx._src.programs.gathering import GatheredLater
 from phalanx._src.programs.stages import IndivisibleError
 from phalanx._src.programs.trace import executing_scope, trace, written_entries
+from phalanx._src.runtime.observers import observers
 from phalanx._src.tracing import context, equality, slips
 from phalanx._src.tracing.boundary import combine, first_component
 from phalanx._src.tracing.context import Mode, ReplicaContext
@@ -176,7 +177,7 @@ class _Run:
     def is_plain(self) -> bool:
         """Whether the run is one call for one replica on one device, without padding, so that no `shard_map` is needed."""
         topology = self._strategy.topology
-        return topology.is_single and not self._batches and self._steps is None and not own_rows.listeners
+        return topology.is_single and not self._batches and self._steps is None and not observers.of_replicas
 
     def inline(self) -> PyTree:
         """Calls the function for the only replica, in the program's own scope."""
@@ -325,10 +326,10 @@ class _Run:
     ) -> _ReplicaOutputs:
         """Runs one call for one replica."""
         shares = self._strategy.topology.shares
-        observers = [*own_rows.listeners, *([shares] if shares.is_measured else [])] if discovery.optimizers else []
+        seeing = [*observers.of_replicas, *([shares] if shares.is_measured else [])] if discovery.optimizers else []
         plan: own_rows.DividedProgram | None = discovery.plan
         inputs = own_rows.Inputs(state, sharded, whole)
-        if plan is None and observers:
+        if plan is None and seeing:
             plan = own_rows.DividedProgram([discovery], [], [inputs])
         outputs: _ReplicaOutputs
         if plan is None and any(isinstance(x, GatheredLater) for x in state):
@@ -338,7 +339,7 @@ class _Run:
         elif plan is None:
             outputs = discovery.evaluate(state, [], sharded, whole)
         else:
-            outputs = plan.run(inputs, self._num_rows, observers, may_be_empty=any(self._is_empty))
+            outputs = plan.run(inputs, self._num_rows, seeing, may_be_empty=any(self._is_empty))
         return outputs
 
     @property

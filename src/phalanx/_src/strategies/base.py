@@ -24,12 +24,12 @@ from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.mesh.values import Mirrored, PerReplica, first_steps, flatten, is_distributed, map_leaves, stacked
 from phalanx._src.options import CommunicationOptions, ReduceOp, RunOptions
-from phalanx._src.programs.before_steps import hooks
 from phalanx._src.programs.profile import follow
 from phalanx._src.programs.program import Programs
 from phalanx._src.programs.replicas import trace_run
 from phalanx._src.programs.slots import components_of
 from phalanx._src.runtime.notes import note
+from phalanx._src.runtime.observers import observers
 from phalanx._src.strategies.extended import StrategyExtended
 from phalanx._src.strategies.inputs import AbstractInputs
 from phalanx._src.strategies.results import AbstractResults
@@ -297,8 +297,8 @@ class Strategy(AbstractInputs, AbstractResults):
             if not self._is_noted:
                 self._note_devices()
             if innermost() is None:
-                if hooks:
-                    hooks[-1]((args, kwargs))
+                for observer in observers.of_steps:
+                    observer.before_step((args, kwargs))
                 return self.execute(fn, tuple(args), kwargs or {}, options or _DEFAULT_OPTIONS)
             if options is not None and options.eager:
                 raise ContextError(
@@ -358,8 +358,8 @@ class Strategy(AbstractInputs, AbstractResults):
                     results.append(self.run(fn, args=(batch,)))
             return jax.tree.map(stacked, *results, is_leaf=is_distributed)
         self._note_devices()
-        if hooks:
-            hooks[-1](None)
+        for observer in observers.of_steps:
+            observer.before_step(None)
         batches, count = iterator.next_steps(steps)
 
         def program(batches: PyTree, count: jax.Array) -> PyTree:

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Any, NoReturn, final
 
 import jax
+from typing_extensions import override
 
-from phalanx._src.input import iterator
 from phalanx._src.input.placement import always_per_replica
 from phalanx._src.launch.script import run_as_main
-from phalanx._src.programs import own_rows
-from phalanx._src.programs.before_steps import watchers
 from phalanx._src.programs.program import Call
+from phalanx._src.runtime.observers import Observer, observers
 from phalanx._src.tools.bench.session import TOO_FEW
 from phalanx._src.tools.bench.timeline import Moments
 from phalanx._src.tools.estimate.step import FirstStep
@@ -28,7 +27,7 @@ class _Enough(BaseException):
 
 
 @final
-class MomentRecorder:
+class MomentRecorder(Observer):
     """Hears of all training steps of this process.
 
     Args:
@@ -48,19 +47,23 @@ class MomentRecorder:
         """The number of calls so far."""
         return len(self._calls)
 
-    def note_own_part(self, replica: int, rows: int) -> None:
-        """See `own_rows.StepObserver`."""
+    @override
+    def after_own_part(self, replica: int, rows: int) -> None:
+        """See `Observer`."""
         self._own.setdefault(str(replica), []).append(time.monotonic())
 
-    def note_end(self, replica: int) -> None:
-        """See `own_rows.StepObserver`."""
+    @override
+    def after_replica_step(self, replica: int) -> None:
+        """See `Observer`."""
         self._ends.setdefault(str(replica), []).append(time.monotonic())
 
-    def note_wait(self, began_s: float, ended_s: float) -> None:
+    @override
+    def after_wait(self, began_s: float, ended_s: float) -> None:
         """Notes that the process has waited for a batch."""
         self._waits.append((began_s, ended_s))
 
-    def watch(self, call: Call) -> None:
+    @override
+    def before_program(self, call: Call) -> None:
         """Notes that a program is called, and ends the script instead if it has made enough steps."""
         if not call.program.trains:
             return
@@ -105,9 +108,7 @@ def main(steps: str, path: str, kind: str, target: str, *arguments: str) -> int:
       The exit code.
     """
     recorder = MomentRecorder(int(steps), Path(path))
-    own_rows.listeners.append(recorder)
-    watchers.append(recorder.watch)
-    iterator.waits.append(recorder.note_wait)
+    observers.add(recorder)
     try:
         with always_per_replica():  # So that the rows of one replica can be told from other arrays.
             run_as_main(kind, target, arguments)

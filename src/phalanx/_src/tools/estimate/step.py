@@ -7,17 +7,18 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import jax
+from typing_extensions import override
 
 from phalanx._src import compat
 from phalanx._src.input.placement import always_per_replica
 from phalanx._src.mesh.layout import AbstractLayout
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.mesh.tpu_system import emulated
-from phalanx._src.programs.before_steps import watchers
 from phalanx._src.programs.program import Call
+from phalanx._src.runtime.observers import Observer, observers
 from phalanx._src.strategies.synchronous import SynchronousStrategy
 from phalanx._src.tools.estimate import flops
 from phalanx._src.tools.estimate.hlo import HloProgram
@@ -150,17 +151,23 @@ class FirstStep:
         return [x for a in all_arguments for x, is_sharded in zip(a.arrays, a.sharded, strict=True) if is_sharded]
 
 
-def at_first_step(train: Callable[[], Any], use: Callable[[FirstStep], T]) -> T:
-    """Calls `train`, stops it before its first training step, and returns `use(step)`.
+class _AtFirstStep(Observer, Generic[T]):
+    """Ends the code before its first training step.
 
-    Raises:
-      TraceError: `train` runs no training step.
-      InvalidArgumentError: the strategy of the step has no fixed devices.
+    Args:
+      use: function of the step.
+
+    Attributes:
+      results: what `use` has returned; empty before the first training step.
     """
-    results: list[T] = []
 
-    def watch(call: Call) -> None:
-        if not call.program.trains:
+    def __init__(self, use: Callable[[FirstStep], T]) -> None:
+        self._use = use
+        self.results: list[T] = []
+
+    @override
+    def before_program(self, call: Call) -> None:
+        if self.results or not call.program.trains:
             return
         strategy = call.program.strategy
         if not isinstance(strategy, SynchronousStrategy):
@@ -169,14 +176,22 @@ def at_first_step(train: Callable[[], Any], use: Callable[[FirstStep], T]) -> T:
                 "only synchronous strategies have one program for all devices.",
                 "phalanx.MirroredStrategy()",
             )
-        # Here and not after `train` has ended, when its model may be gone.
-        watchers.remove(watch)
-        results.append(use(FirstStep(call, strategy)))
+        # Here and not after the code has ended, when its model may be gone.
+        self.results.append(self._use(FirstStep(call, strategy)))
         raise _Reached
 
-    watchers.append(watch)
+
+def at_first_step(train: Callable[[], Any], use: Callable[[FirstStep], T]) -> T:
+    """Calls `train`, stops it before its first training step, and returns `use(step)`.
+
+    Raises:
+      TraceError: `train` runs no training step.
+      InvalidArgumentError: the strategy of the step has no fixed devices.
+    """
+    first = _AtFirstStep(use)
     try:
         with (
+            observers.including(first),
             compat.without_large_values(_LARGE_BYTES),
             always_per_replica(),
             emulated(),
@@ -187,16 +202,13 @@ def at_first_step(train: Callable[[], Any], use: Callable[[FirstStep], T]) -> T:
             train()
     except _Reached:
         pass
-    finally:
-        if watch in watchers:
-            watchers.remove(watch)
-    if not results:
+    if not first.results:
         raise TraceError(
             "phalanx.estimate of a function that runs no training step",
             "no model of a strategy was trained by fit or by a step that applies an optimizer.",
             "with phalanx.MirroredStrategy(1).scope(): around the code that creates the model",
         )
-    return results[0]
+    return first.results[0]
 
 
 def compiled(lowered: Lowered) -> Compiled:
