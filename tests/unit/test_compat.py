@@ -522,7 +522,7 @@ def test_value_of_a_variable_without_an_array():
         compat.set_raw_values([v], [None])
         np.testing.assert_array_equal(v.value, [1.0, 1.0])
     finally:
-        compat.variables._readers.remove(asked.append)
+        compat.variables._hooks.filling.remove(asked.append)
     assert [variable is v for variable in asked].count(True) == 1
 
 

@@ -8,7 +8,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import repeat
 from operator import attrgetter
 from typing import Any
@@ -100,15 +100,32 @@ class _Changes:
 changes = _Changes()
 """The changes so far: `trainable` counts assignments to the attribute of that name, of any variable."""
 
-_listeners: list[Callable[[Variable], None]] = []
+
+@dataclass
+class _Hooks:
+    """What the engine has registered for events of variables.
+
+    Attributes:
+      made: functions of each new variable.
+      filling: functions that fill a variable without a stored array before it is read. They return whether the array is for this read only.
+      read: functions of each variable whose stored array a read returns.
+      assigned: functions of each variable that was assigned eagerly.
+      indexed: functions of a variable and an index, before the index is applied.
+    """
+
+    made: list[Callable[[Variable], None]] = field(default_factory=list)
+    filling: list[Callable[[Variable], bool]] = field(default_factory=list)
+    read: list[Callable[[Variable], None]] = field(default_factory=list)
+    assigned: list[Callable[[Variable], None]] = field(default_factory=list)
+    indexed: list[Callable[[Variable, Any], None]] = field(default_factory=list)
+
+
+_hooks = _Hooks()
 
 
 def on_assign(hear: Callable[[Variable], None]) -> None:
     """Registers a function that is called with the variable after every eager assignment."""
-    _listeners.append(hear)
-
-
-_readers: list[Callable[[Variable], bool]] = []
+    _hooks.assigned.append(hear)
 
 
 def on_first_read(fill: Callable[[Variable], bool]) -> None:
@@ -117,7 +134,7 @@ def on_first_read(fill: Callable[[Variable], bool]) -> None:
     Args:
       fill: stores an array in the variable if it can. Returns whether the array is only for this read, and is then removed.
     """
-    _readers.append(fill)
+    _hooks.filling.append(fill)
 
 
 @contextmanager
@@ -184,12 +201,10 @@ Variable.trainable = property(_trainable.fget, _set_trainable, doc=_trainable.__
 # Held while a variable without a stored array is filled, read and emptied again.
 _reading = threading.RLock()
 
-_observers: list[Callable[[Variable], None]] = []
-
 
 def on_read(observe: Callable[[Variable], None]) -> None:
     """Registers a function that is called with the variable whenever a read returns the stored array itself."""
-    _observers.append(observe)
+    _hooks.read.append(observe)
 
 
 def _read(variable: Variable) -> PyTree:
@@ -198,11 +213,11 @@ def _read(variable: Variable) -> PyTree:
     if stored is not None or surrounding_scope() is not None:
         value = _value.fget(variable)
         if value is stored:
-            for observe in _observers:
+            for observe in _hooks.read:
                 observe(variable)
         return value
     with _reading:
-        is_lent = [fill(variable) for fill in _readers]
+        is_lent = [fill(variable) for fill in _hooks.filling]
         try:
             return _value.fget(variable)
         finally:
@@ -214,12 +229,10 @@ _value: Any = next(vars(c)["value"] for c in Variable.__mro__ if "value" in vars
 
 Variable.value = property(_read, doc=_value.__doc__)
 
-_makers: list[Callable[[Variable], None]] = []
-
 
 def on_variable(hear: Callable[[Variable], None]) -> None:
     """Registers a function that is called with every variable after its creation."""
-    _makers.append(hear)
+    _hooks.made.append(hear)
 
 
 def set_maker(variable: Variable, number: int) -> None:
@@ -284,17 +297,14 @@ def take_outer(variables: Sequence[Variable]) -> None:
                 variable._value = outer._value
 
 
-_checkers: list[Callable[[Variable, Any], None]] = []
-
-
 def on_index(check: Callable[[Variable, Any], None]) -> None:
     """Registers a function that is called with `(variable, index)` before `variable[index]`, and may raise."""
-    _checkers.append(check)
+    _hooks.indexed.append(check)
 
 
 @extend(Variable, "__getitem__")
 def _getitem(original: Callable[..., jax.Array], self: Variable, idx: object) -> jax.Array:
-    for check in _checkers:
+    for check in _hooks.indexed:
         check(self, idx)
     return original(self, idx)
 
@@ -304,7 +314,7 @@ def _init(original: Callable[..., Any], self: Variable, initializer: object, *ar
     _make(original, self, initializer, *args, **kwargs)
     if lift_scope() is not None:
         note_facts(self).place = user_place()
-    for hear in _makers:
+    for hear in _hooks.made:
         hear(self)
 
 
@@ -476,5 +486,5 @@ def _direct_assign(original: Callable[..., Any], self: Variable, value: object) 
     if log is not None and "_value" in vars(self):
         log.append((self, self.value))
     original(self, value)
-    for hear in _listeners:
+    for hear in _hooks.assigned:
         hear(self)
