@@ -583,7 +583,7 @@ FAULTS = [
     ),
     Fault(
         "a slot that a replica function reads is a shard",
-        "discovery:ShardEntry._gathered",
+        "entry:ShardEntry._gathered",
         "return update_sharding.whole_of(shard, self._dim)",
         "return shard",
         "unit/tracing/test_update_sharding.py",

@@ -35,7 +35,8 @@ from phalanx._src.runtime.observers import observers
 from phalanx._src.tracing import context, equality, slips
 from phalanx._src.tracing.boundary import combine, first_component
 from phalanx._src.tracing.context import Mode, ReplicaContext
-from phalanx._src.tracing.discovery import Discovery, Entry
+from phalanx._src.tracing.discovery import Discovery
+from phalanx._src.tracing.entry import Entry
 from phalanx._src.tracing.policy import policy_of
 from phalanx._src.tracing.records import Record
 from phalanx._src.tracing.rows import ReplicaRows

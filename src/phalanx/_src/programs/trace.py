@@ -12,7 +12,8 @@ import keras
 
 from phalanx._src import compat
 from phalanx._src.tracing import equality, markers, slips
-from phalanx._src.tracing.discovery import Discovery, DiscoveryMismatch, Entry, Executing, Tracing
+from phalanx._src.tracing.discovery import Discovery, DiscoveryMismatch, Executing, Tracing
+from phalanx._src.tracing.entry import Entry
 from phalanx._src.tracing.policy import policy_of, refuse_write
 from phalanx._src.tracing.records import Record
 from phalanx._src.tracing.scope import LiftScope

@@ -23,7 +23,8 @@ from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.options import ReduceOp
 from phalanx._src.tracing import context, equality
 from phalanx._src.tracing.boundary import combine, combined, first_component, mean_of_integers
-from phalanx._src.tracing.discovery import AbstractPass, Entry, ShardEntry
+from phalanx._src.tracing.discovery import AbstractPass
+from phalanx._src.tracing.entry import Entry, ShardEntry
 from phalanx._src.tracing.policy import Combine, Write, describe, refuse_write
 from phalanx._src.tracing.structure import add_once
 from phalanx._src.typed_jax import get_opaque_trace_state, make_user_context

@@ -14,7 +14,7 @@ from phalanx._src.collectives import packing, primitives
 from phalanx._src.collectives.accumulation import is_integer, mean_of_parts, parts_of_mean
 from phalanx._src.compat import Variable
 from phalanx._src.mesh.layout import REPLICA_AXIS
-from phalanx._src.tracing.discovery import Entry
+from phalanx._src.tracing.entry import Entry
 from phalanx._src.tracing.policy import Combine, Policy, policy_of
 from phalanx._src.tracing.rows import ReplicaRows
 from phalanx._src.typed_jax import psum

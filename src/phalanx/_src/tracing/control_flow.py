@@ -21,7 +21,8 @@ from phalanx._src import compat
 from phalanx._src.collectives import primitives
 from phalanx._src.compat import Variable
 from phalanx._src.tracing import context
-from phalanx._src.tracing.discovery import AbstractPass, Discovery, Entry
+from phalanx._src.tracing.discovery import AbstractPass, Discovery
+from phalanx._src.tracing.entry import Entry
 from phalanx._src.tracing.policy import describe
 from phalanx._src.tracing.records import Record, deliver
 from phalanx._src.tracing.scope import LiftScope

@@ -21,8 +21,9 @@ from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.tracing import averages, context, draws
 from phalanx._src.tracing.access import VariableScope, num_replicas
 from phalanx._src.tracing.boundary import combine
-from phalanx._src.tracing.discovery import AbstractPass, Entry
+from phalanx._src.tracing.discovery import AbstractPass
 from phalanx._src.tracing.draws import AbstractIterator
+from phalanx._src.tracing.entry import Entry
 from phalanx._src.tracing.policy import describe, policy_of
 from phalanx._src.tracing.records import Record
 from phalanx._src.tracing.strategy import AbstractStrategy, Update, Updates

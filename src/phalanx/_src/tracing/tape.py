@@ -14,7 +14,8 @@ from phalanx._src.collectives import primitives
 from phalanx._src.mesh.values import flatten
 from phalanx._src.tracing import markers
 from phalanx._src.tracing.control_flow import BodyScope
-from phalanx._src.tracing.discovery import Entry, NeedsProgram
+from phalanx._src.tracing.discovery import NeedsProgram
+from phalanx._src.tracing.entry import Entry
 from phalanx._src.tracing.policy import check_variable, describe
 from phalanx._src.tracing.records import Record
 from phalanx._src.tracing.scope import LiftScope, innermost
