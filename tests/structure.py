@@ -184,15 +184,15 @@ def all_lines(sources: Sources) -> list[str]:
 LIMITS: dict[Callable[[Sources], list[str]], tuple[int, int]] = {
     names_of_the_root: (20, 20),
     mutable_names: (36, 20),
-    classes_of_many_methods: (9, 6),
+    classes_of_many_methods: (8, 6),
     classes_of_many_fields: (1, 0),
     class_names_used_twice: (0, 0),
     pronouns: (1, 40),
     attributes_on_objects_of_keras: (0, 0),
     clone_pairs: (1, 20),
-    lines_with_any: (291, 300),
-    missing_comments: (592, 0),
-    all_lines: (70_100, 55_500),
+    lines_with_any: (293, 300),
+    missing_comments: (590, 0),
+    all_lines: (70_400, 55_500),
 }
 """For each count, the limit of today and the goal."""
 
