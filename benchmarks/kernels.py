@@ -31,6 +31,8 @@ _CASES: dict[str, tuple[tuple[int, ...], Callable[[Any], Any]]] = {
     "convolution 3x3 to 64 channels": ((13, 13, 32), lambda layers: layers.Conv2D(64, 3)),
 }
 
+_LOOP = "convolution 3x3 to 32 channels, in a loop of 4 steps"
+
 
 def run(*, quick: bool) -> Report:
     """Measures each operation in a process of its own."""
@@ -39,8 +41,10 @@ def run(*, quick: bool) -> Report:
         f"Keras layers with their gradients, {_ROWS} images, one CPU device (time by XLA / time by Phalanx)",
         ("layer", "image", "ms by XLA", "ms by Phalanx", "ratio", "target", "middle half", "all rounds"),
     )
-    for name, (shape, _) in _CASES.items():
-        rounds = call_in_child("benchmarks.kernels:measure", 300, devices=1, name=name, rounds=3 if quick else 11)
+    cells = [(name, shape, "measure") for name, (shape, _) in _CASES.items()]
+    for name, shape, function in [*cells, (_LOOP, (28, 28, 16), "measure_loop")]:
+        options = {"name": name} if function == "measure" else {"shape": shape}
+        rounds = call_in_child(f"benchmarks.kernels:{function}", 300, devices=1, rounds=3 if quick else 11, **options)
         xla_s, ours_s = timing.medians(rounds)
         ratio = timing.median_ratio(rounds)
         row = [name, "x".join(map(str, shape)), f"{xla_s * 1e3:.2f}", f"{ours_s * 1e3:.2f}", ratio]
@@ -86,5 +90,35 @@ def measure(name: str, rounds: int) -> list[timing.Pair]:
     timers = [
         lambda step=step, count=count: timing.seconds_a_step(step, jax.block_until_ready, count)
         for step, count in zip(steps, counts, strict=True)
+    ]
+    return timing.interleaved(*timers, rounds)
+
+
+def measure_loop(shape: tuple[int, ...], rounds: int) -> list[timing.Pair]:
+    """In a child: the same for a convolution in a loop, whose kernel follows its gradient. A step is one turn."""
+    import jax
+    import numpy as np
+
+    import phalanx
+
+    strategy = phalanx.OneDeviceStrategy("cpu:0")
+    rng = np.random.default_rng(0)
+    x, kernel = (
+        jax.numpy.asarray(rng.normal(size=size), "float32") for size in ((_ROWS, *shape), (3, 3, shape[-1], 32))
+    )
+
+    def loss(kernel: Any) -> Any:
+        y = jax.lax.conv_general_dilated(x, kernel, (1, 1), "SAME", dimension_numbers=("NHWC", "HWIO", "NHWC"))
+        return (y * y).mean()
+
+    def turns(kernel: Any, number: Any) -> Any:
+        return jax.lax.fori_loop(0, number, lambda _, k: k - 0.1 * jax.grad(loss)(k), kernel)
+
+    number = jax.numpy.int32(4)
+    by_xla, by_phalanx = jax.jit(turns), phalanx.function(lambda *args: strategy.run(turns, args=args))
+    np.testing.assert_allclose(by_xla(kernel, number), by_phalanx(kernel, number), rtol=1e-4, atol=1e-6)
+    timers = [
+        lambda fn=fn: timing.seconds_a_step(lambda: fn(kernel, number), jax.block_until_ready, 3) / 4
+        for fn in (by_xla, by_phalanx)
     ]
     return timing.interleaved(*timers, rounds)

@@ -69,6 +69,20 @@ FAULTS = [
     ),
     # kernels
     Fault(
+        "convolutions in loops stay slow on CPUs",
+        "bodies:_equations",
+        "is_body = is_body or eqn.primitive.name in _BODIES",
+        "is_body = is_body and eqn.primitive.name in _BODIES",
+        "unit/kernels/test_bodies.py",
+    ),
+    Fault(
+        "a rewritten convolution has its kernel's channels swapped",
+        "bodies:_kernel_last",
+        "dims[1], dims[0]",
+        "dims[0], dims[1]",
+        "unit/kernels/test_bodies.py",
+    ),
+    Fault(
         "the last of equal maxima gets the gradient",
         "pooling:_max_pool_jvp",
         "reversed(list(enumerate(places[:-1])))",

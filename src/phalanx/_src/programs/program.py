@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from phalanx._src import compat
 from phalanx._src.cluster.watch import membership
+from phalanx._src.kernels import bodies, platforms
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.programs import signature
 from phalanx._src.programs.cache import ProgramCache, Settings
@@ -248,7 +249,11 @@ class Program:
             inputs[num_called:],
         )
         discovery = self._taken_trace(inputs).taking(closed_over)
-        outputs = discovery.evaluate([*values, *batches], parts, inputs)
+        run = discovery.evaluate
+        platform_names = {device.platform for device in self._topology.devices} if self._topology.has_devices else ()
+        if platforms.are_cpus(tuple(platform_names)) and bodies.are_of_interest(discovery.jaxpr.jaxpr):
+            run = functools.partial(bodies.with_fast_convolutions, run)
+        outputs = run([*values, *batches], parts, inputs)
         values = outputs.values
         if self._homes:
             values = [
