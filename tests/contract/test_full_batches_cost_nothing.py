@@ -125,3 +125,35 @@ def test_fit_is_a_mapped_step():
     specs = (ALL, ALL, EACH, EACH, EACH)
     theirs = by_hand(hand, values[0], values[1], sums, *parts, specs=specs, out_specs=(ALL, ALL, EACH, ALL))
     assert_no_more(ours, theirs)
+
+
+def test_a_short_last_batch_costs_full_ones_nothing():
+    """The program of a full batch has the text that it has if all batches are full, before the short batch and after it."""
+    assert texts_of_full_batches(2 * ROWS - 1) == texts_of_full_batches(2 * ROWS)
+
+
+def texts_of_full_batches(rows):
+    """The programs of the first of two batches: a step of `fit` and of a loop, before and after steps of both batches."""
+    strategy = phalanx.MirroredStrategy([f"cpu:{i}" for i in range(REPLICAS)])
+    with strategy.scope():
+        layers = [keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(CLASSES)]
+        model = keras.Sequential([keras.Input((WIDTH,)), *layers])
+        model.compile(keras.optimizers.Adam(RATE), "mse", metrics=["mae"])
+    data = [np.resize(array, (rows, array.shape[1])) for array in (X, Y)]
+    model.evaluate(X, Y, verbose=0)  # Builds the metrics.
+    model.optimizer.build(model.trainable_variables)
+    full, last = strategy.experimental_distribute_dataset(tuple(data), batch_size=ROWS)
+
+    @phalanx.function
+    def loop(batch):
+        return strategy.run(lambda x, y: jnp.mean(jnp.square(model(x, training=True) - y)), args=batch)
+
+    def texts():
+        program = StepProgram(weakref.ref(model), strategy, steps.train)
+        return program._compiled.lower(full).as_text(), loop.lower(full).as_text()
+
+    before = texts()
+    model.fit(*data, batch_size=ROWS, verbose=0)
+    loop(last)
+    assert texts() == before
+    return before
