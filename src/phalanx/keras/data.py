@@ -285,15 +285,18 @@ class EpochData:
     def _begin_epoch(self) -> bool:
         """Begins an epoch, at the position that `set_state` has set. Returns whether there was one."""
         state, self._restored = self._restored, None
+        if state is None:
+            self._order.begin_epoch()
+            self._adapted.begin_epoch()
+            return False
         now = generators()
-        if state is not None:
-            self._order.restore(state["order"])
-            self._done = state["done"]
-            if state["iterator"] is None:
-                set_generators(now)
+        self._order.restore(state["order"])
+        self._done = state["done"]
+        if state["iterator"] is None:
+            set_generators(now)
         self._order.begin_epoch()
         self._adapted.begin_epoch()
-        if state is not None and state["iterator"] is not None:
+        if state["iterator"] is not None:
             # Keras draws the order when the epoch begins, or when it reads the first batch, so draw it again.
             self._iterator = self._new_iterator()
             if not self._adapted:
@@ -305,7 +308,7 @@ class EpochData:
                 set_generators(now)
             if self._adapted and self._adapted.first.hex() != state["first"]:
                 self._begin_again()
-        return state is not None
+        return True
 
     def _begin_again(self) -> None:
         """Reads an epoch from its beginning, because its rest cannot be told from what was read of it."""

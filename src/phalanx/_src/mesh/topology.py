@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from phalanx._src.cluster.watch import membership, watch
 from phalanx._src.cluster.watch.agreement import READ
-from phalanx._src.mesh.arrays import flattened, is_on_cpu, put_shards
+from phalanx._src.mesh.arrays import flattened, is_on_cpu, put_shards, put_small
 from phalanx._src.mesh.devices import device_name, parse_devices, require_one_platform, require_threads, summary_of
 from phalanx._src.mesh.layout import REPLICA_AXIS, AbstractLayout
 from phalanx._src.mesh.memory import Pool
@@ -272,7 +272,10 @@ class Topology:
         """Replicates a pytree of arrays on all devices. All processes must pass the same values."""
         if self.num_workers == 1:
             leaves, structure = flattened(tree)
-            return structure.unflatten(jax.device_put(leaves, self.replicated))
+            placed = [put_small(x, self.replicated) for x in leaves if isinstance(x, np.ndarray)]
+            if len(placed) < len(leaves) or any(x is None for x in placed):
+                placed = jax.device_put(leaves, self.replicated)
+            return structure.unflatten(placed)
         return jax.tree.map(self._put_on_local_devices, tree)
 
     def take_back(self, values: Sequence[jax.Array]) -> list[jax.Array]:
@@ -421,6 +424,10 @@ class Topology:
 
     def put_variable(self, value: ArrayLike, sharding: NamedSharding) -> jax.Array:
         """Places the value of a variable on the devices, with the sharding of the variable."""
+        # `device_put` takes long to find that there is nothing to do.
+        if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and value.committed:
+            if value.sharding == sharding:
+                return value
         placed: jax.Array = self.put_replicated(value) if sharding is self.replicated else put_shards(value, sharding)
         return placed
 

@@ -13,7 +13,7 @@ import jax
 
 from phalanx._src import compat
 from phalanx._src.compat import Variable, raw_value
-from phalanx._src.mesh.arrays import spans_processes, uncommitted
+from phalanx._src.mesh.arrays import put_small, spans_processes, uncommitted
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.programs.slots import Shelf, Slot, parted, restored, slot_of
 from phalanx._src.programs.values import combine_on_demand
@@ -282,7 +282,11 @@ class _Variables:
             if not slot.owned:
                 shelf.has_lent = True  # Until the program has stored its result, because it may fail.
             # Unlike jnp.copy it compiles nothing. But it commits the copy, and the program may read variables on other devices.
-            copy = jax.device_put(array, array.sharding, may_alias=False)
+            copy = put_small(array, array.sharding)
+            if copy is None:
+                copy = jax.device_put(array, array.sharding, may_alias=False)
+            if isinstance(copy, jax.core.Tracer):
+                raise refuse_outer_trace()
             taken[i] = copy if array.committed else uncommitted(copy)
             self.copied.append(slot)
         return taken
