@@ -424,11 +424,12 @@ class Topology:
 
     def put_variable(self, value: ArrayLike, sharding: NamedSharding) -> jax.Array:
         """Places the value of a variable on the devices, with the sharding of the variable."""
+        array: Any = value
+        is_array = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
         # `device_put` takes long to find that there is nothing to do.
-        if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and value.committed:
-            if value.sharding == sharding:
-                return value
-        placed: jax.Array = self.put_replicated(value) if sharding is self.replicated else put_shards(value, sharding)
+        if not (is_array and array.committed and array.sharding == sharding):
+            array = self.put_replicated(value) if sharding is self.replicated else put_shards(value, sharding)
+        placed: jax.Array = array
         return placed
 
     @cached_property

@@ -6,7 +6,6 @@ or an exception of the user. Most steps do not need this module, because `State.
 between two bytecodes.
 """
 
-import _signal  # type: ignore[import-not-found]
 import _thread
 import signal
 import sys
@@ -59,8 +58,7 @@ class Interrupts:
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
             return self
-        # `signal.getsignal` makes a member of an enumeration of each, which takes as long as everything else here.
-        handlers = ((number, _signal.getsignal(number)) for number in _SIGNALS)
+        handlers = ((number, signal.getsignal(number)) for number in _SIGNALS)
         self._handlers = {number: handler for number, handler in handlers if callable(handler)}
         self._is_held = True
         try:
