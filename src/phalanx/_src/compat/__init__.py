@@ -35,6 +35,7 @@ from phalanx._src.compat.recurrent import *  # noqa: E402
 from phalanx._src.compat.rows import *  # noqa: E402
 from phalanx._src.compat.scope import *  # noqa: E402
 from phalanx._src.compat.seeds import *  # noqa: E402
+from phalanx._src.compat.stored import *  # noqa: E402
 from phalanx._src.compat.tables import *  # noqa: E402
 from phalanx._src.compat.tracking import *  # noqa: E402
 from phalanx._src.compat.trainer import *  # noqa: E402

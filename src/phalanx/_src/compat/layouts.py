@@ -77,3 +77,9 @@ def layout_of(variable: Variable) -> jax.sharding.Sharding | None:
     """Returns the sharding with which `variable` was created, or None if it was created outside all scopes."""
     layout: jax.sharding.Sharding | None = variable._layout
     return layout
+
+
+def layout_of_shards(variable: Variable) -> jax.sharding.Sharding | None:
+    """Returns the sharding of a variable whose devices hold shards; None for one that each device holds whole."""
+    layout = layout_of(variable)
+    return layout if isinstance(layout, jax.sharding.Sharding) and not layout.is_fully_replicated else None

@@ -24,7 +24,7 @@ from numpy.typing import DTypeLike
 
 from phalanx._src.compat.facts import facts_of, note_facts
 from phalanx._src.compat.hooks import extend
-from phalanx._src.compat.layouts import layout_of
+from phalanx._src.compat.layouts import layout_of, layout_of_shards
 from phalanx._src.compat.scope import active_scope, lift_scope, surrounding_scope
 from phalanx._src.mesh.arrays import copied, put_shards, put_small, require_fits, spans_processes
 from phalanx._src.mesh.topology import whole
@@ -415,11 +415,30 @@ def _assign(original: Callable[..., jax.Array], self: Variable, value: ArrayLike
     try:
         _require_numbers(self, value)
         # Keras returns its argument. In a step the value of the variable may differ, because it aggregates the replicas.
-        result, scope = original(self, copied(value)), lift_scope()
+        result, scope = original(self, _owned(self, value)), lift_scope()
     except (TypeError, ValueError, OverflowError, RuntimeError) as e:
         _explain_refusal(self, "assign", value, e)
         raise
     return result if scope is None else scope.get_current_value(self)
+
+
+def _owned(variable: Variable, value: PyTree) -> PyTree:
+    """Returns a value that no other code can change. For a sharded variable, each device gets its shard only."""
+    layout = layout_of_shards(variable)
+    if (
+        layout is None
+        or not isinstance(value, np.ndarray)
+        or value.shape != tuple(variable.shape)
+        or lift_scope() is not None
+    ):
+        return copied(value)
+    dtype = jnp.dtype(dtype_of(variable))
+
+    def shard(index: tuple[slice, ...] | None) -> np.ndarray:
+        part: np.ndarray = copied(value[index])
+        return part if part.dtype == dtype else np.asarray(variable._convert_to_tensor(part, dtype=dtype.name))
+
+    return jax.make_array_from_callback(value.shape, layout, shard)
 
 
 @extend(Variable, "assign_add")
