@@ -14,6 +14,7 @@ MODULES = {
     "models": "every_model",
     "kernels": "kernels",
     "compile": "compile_time",
+    "short_batch": "short_batch",
     "host": "host_time",
     "scale": "scale",
     "memory": "memory",

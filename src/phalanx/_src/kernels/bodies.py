@@ -50,11 +50,12 @@ def _rewritten(value: Any, *, is_body: bool) -> Any:
       value: the parameter.
       is_body: whether it belongs to a loop or branch, or to something inside one.
     """
-    if isinstance(value, jex.ClosedJaxpr):
-        return jex.ClosedJaxpr(_rewritten(value.jaxpr, is_body=is_body), value.consts)
+    # First, because both are one class since JAX 0.12.
     if isinstance(value, jex.Jaxpr):
         jaxpr: Any = value
         return jaxpr.replace(eqns=[new for eqn in value.eqns for new in _equations(eqn, is_body=is_body)])
+    if isinstance(value, jex.ClosedJaxpr):
+        return jex.ClosedJaxpr(_rewritten(value.jaxpr, is_body=is_body), value.consts)
     if type(value) is tuple:
         return tuple(_rewritten(each, is_body=is_body) for each in value)
     return value
