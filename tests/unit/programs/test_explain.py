@@ -134,8 +134,11 @@ def test_jit_around_a_program(strategy, how):
     with pytest.raises(TraceError, match=r"a phalanx program was called .*inside jax.jit.*\nHINT: @phalanx.function"):
         jax.jit(step)(1.0)
     assert float(v) == 1
+    held = v.value
+    with pytest.raises(TraceError, match="inside jax.jit"):
+        jax.jit(step)(1.0)
     strategy.run(lambda: v.assign_add(1.0))
-    assert float(v) == 3
+    assert (float(held), float(v)) == (1, 3)
 
 
 def failing_step(x):

@@ -286,6 +286,7 @@ class _Variables:
             if copy is None:
                 copy = jax.device_put(array, array.sharding, may_alias=False)
             if isinstance(copy, jax.core.Tracer):
+                shelf.has_lent = True  # The slots that come later may be lent.
                 raise refuse_outer_trace()
             taken[i] = copy if array.committed else uncommitted(copy)
             self.copied.append(slot)
