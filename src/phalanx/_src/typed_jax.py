@@ -11,6 +11,7 @@ from typing import Protocol, TypeVar, final
 
 import jax
 from jax import ad_checkpoint, lax
+from jax._src import config
 from jax.experimental import layout
 from jax.experimental.layout import Layout
 from jax.extend import core as jex
@@ -98,6 +99,9 @@ set_current_trace: Callable[[object], AbstractContextManager[None]] = jex.set_cu
 
 get_opaque_trace_state: Callable[[], object] = jex.get_opaque_trace_state
 """Returns a value that is equal if the current trace is the same."""
+
+explicit_transfer: Callable[[], AbstractContextManager[None]] = config.explicit_device_put_scope
+"""Returns a context in which `jax.transfer_guard` treats transfers as those of `device_put`."""
 
 make_user_context: Callable[[], Callable[[object], AbstractContextManager[None]]] = jax.make_user_context
 """Returns a function from a value to a context in which JAX traces separately."""
