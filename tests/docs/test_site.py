@@ -66,6 +66,11 @@ SEARCHES = {
     "deterministic": "troubleshooting",
     "ZeRO": "model_parallel",
     "multi-node": "multi_worker",
+    "LoRA": "kerashub",
+    "KerasHub": "kerashub",
+    "fine-tune Llama": "kerashub",
+    "Gemma": "kerashub",
+    "remat": "kerashub",
 }
 """What people search for, and the page that answers."""
 NAMES = runpy.run_path(str(ROOT / "docs/public_names.py"))["public_names"]()
