@@ -141,6 +141,27 @@ def test_commands_as_a_user_runs_them(folder, tmp_path):
         assert {name: array.tolist() for name, array in arrays.items()} == {"half": [1.0, 2.0]}
 
 
+def test_large_exports_become_several_files(folder, tmp_path):
+    """No file has more bytes of arrays than it may, and the index has the place of each, as on the Hugging Face Hub."""
+    COMMANDS["export"](folder, str(tmp_path / "model.safetensors"), "model", 60)
+    index = json.loads((tmp_path / "model.safetensors.index.json").read_text())
+    reader = load_checkpoint(folder)
+    names = {name for name in reader.get_variable_to_shape_map() if name.startswith("model/")}
+    assert index["weight_map"].keys() == names
+    assert index["metadata"]["total_size"] == sum(reader.get_tensor(name).nbytes for name in names)
+    files = {*index["weight_map"].values()}
+    assert {file.name for file in tmp_path.iterdir()} == files | {"model.safetensors.index.json"}
+    assert min(files) == f"model-00001-of-{len(files):05d}.safetensors"
+    for file in files:
+        arrays = safetensors.numpy.load_file(tmp_path / file)
+        assert sum(array.nbytes for array in arrays.values()) <= 60
+        for name, array in arrays.items():
+            assert index["weight_map"][name] == file
+            np.testing.assert_array_equal(array, reader.get_tensor(name))
+    with pytest.raises(CheckpointError, match="the file exists already"):
+        COMMANDS["export"](folder, str(tmp_path / "model.safetensors"), "model")
+
+
 def test_list_of_a_folder(folder, capsys, tmp_path):
     """Number of arrays and size; a file that is broken does not hide the others."""
     assert COMMANDS["ls"](folder) == 0

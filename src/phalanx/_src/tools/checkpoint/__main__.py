@@ -2,10 +2,11 @@
 """Implements `phalanx checkpoint`, which runs `python -m phalanx._src.tools.checkpoint`."""
 
 import json
+import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -22,6 +23,8 @@ from phalanx.errors import CheckpointError, InvalidArgumentError, PhalanxError
 from phalanx.typing import PyTree
 
 _WIDTH = 60
+_LARGEST_FILE_BYTES = 5_000_000_000
+"""As in the libraries of the Hugging Face Hub. More arrays than these are divided among several files and an index."""
 _KIND = {".npz": "arrays", ".safetensors": "arrays", ".keras": "model"}
 
 
@@ -79,13 +82,14 @@ def diff(first: str, second: str) -> int:
     return 1
 
 
-def export(path: str, output: str, name: str) -> int:
-    """Writes the arrays or the model of a checkpoint to a new file. Returns the exit code.
+def export(path: str, output: str, name: str, largest: int = _LARGEST_FILE_BYTES) -> int:
+    """Writes the arrays or the model of a checkpoint to a new file, or to several. Returns the exit code.
 
     Args:
       path: the checkpoint.
       output: the file.
       name: only what was saved under this name. Empty for everything.
+      largest: number of bytes of arrays from which a .safetensors file is divided into several.
 
     Raises:
       CheckpointError: the checkpoint does not contain what was asked for, or the file cannot be written.
@@ -97,26 +101,61 @@ def export(path: str, output: str, name: str) -> int:
         raise InvalidArgumentError(
             call, "the name must end with .npz, .safetensors or .keras.", str(file.with_suffix(".npz"))
         )
-    if file.exists():
+    if file.exists() or _index_of(file).exists():
         raise CheckpointError(call, "the file exists already.", "another name, or delete the file")
     if not file.parent.is_dir():
         raise CheckpointError(call, f"there is no folder {file.parent}.", f"mkdir -p {file.parent}")
     if _KIND[file.suffix] == "model":
         _export_model(call, path, reader, file, name)
+        written = [file]
     else:
-        _export_arrays(call, reader, file, name)
-    print(f"{output}: {_size(file.stat().st_size)}")
+        written = _export_arrays(call, reader, file, name, largest)
+    for each in written:
+        print(f"{each}: {_size(each.stat().st_size)}")
     return 0
 
 
-def _export_arrays(call: str, reader: CheckpointReader, file: Path, name: str) -> None:
+def _export_arrays(call: str, reader: CheckpointReader, file: Path, name: str, largest: int) -> list[Path]:
+    """Writes arrays to a file, or to several with an index if they are large. Returns the files."""
     names = [n for n in reader.get_variable_to_shape_map() if not name or n == name or n.startswith(f"{name}/")]
     if not names:
         known = sorted({n.partition("/")[0] for n in reader.get_variable_to_shape_map()})
         raise CheckpointError(
             f"{call} --object {name}", f"it contains only {', '.join(known)}.", f"--object {known[0]}"
         )
-    export_arrays(file, {n: reader.get_tensor(n) for n in names})
+    shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
+    sizes = {n: math.prod(shapes[n]) * dtypes[n].itemsize for n in names}
+    groups = _groups(sizes, largest) if file.suffix == ".safetensors" else [names]
+    if len(groups) == 1:
+        export_arrays(file, {n: reader.get_tensor(n) for n in names})
+        return [file]
+    files = [
+        file.with_name(f"{file.stem}-{i:05d}-of-{len(groups):05d}{file.suffix}") for i in range(1, len(groups) + 1)
+    ]
+    for each, group in zip(files, groups, strict=True):
+        export_arrays(each, {n: reader.get_tensor(n) for n in group})
+    places = {n: each.name for each, group in zip(files, groups, strict=True) for n in group}
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+    _index_of(file).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    return [*files, _index_of(file)]
+
+
+def _index_of(file: Path) -> Path:
+    """Returns the path of the index of several files, as transformers and KerasHub look for it."""
+    return file.with_name(f"{file.name}.index.json")
+
+
+def _groups(sizes: Mapping[str, int], largest: int) -> list[list[str]]:
+    """Divides names into groups of at most `largest` bytes, in their order. A larger array has a group to itself."""
+    groups: list[list[str]] = [[]]
+    room = largest
+    for name, size in sizes.items():
+        if groups[-1] and size > room:
+            groups.append([])
+            room = largest
+        groups[-1].append(name)
+        room -= size
+    return groups
 
 
 def _export_model(call: str, path: str, reader: CheckpointReader, file: Path, name: str) -> None:
