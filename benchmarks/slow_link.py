@@ -100,7 +100,9 @@ def run(*, quick: bool, rounds: int = 5, seed: int = 0) -> Report:
     with VirtualNetwork(RATE) as network:
 
         def play(library: str, of: Callable[[VirtualNetwork, str, int], float], name: str, steps: int) -> None:
-            speeds.setdefault(f"{library}, {name}", []).append(of(network, name, 3 if quick else steps))
+            speed = of(network, name, 3 if quick else steps)
+            speeds.setdefault(f"{library}, {name}", []).append(speed)
+            print(f"{library}, {name}: {speed:.2f} steps/s", file=sys.stderr, flush=True)
 
         trainings = [("phalanx", _phalanx, n, s) for n, s in _PHALANX.items()]
         trainings += [("torch DDP", _torch, n, s) for n, s in _TORCH.items()]
