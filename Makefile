@@ -153,7 +153,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 .venv-hub/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-hub
 	.venv-hub/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[cli,data]" pytest
-	.venv-hub/bin/python -m pip install --quiet --disable-pip-version-check --no-deps keras-hub==0.32.0 regex==2026.11.19 tokenizers==0.23.3
+	.venv-hub/bin/python -m pip install --quiet --disable-pip-version-check --no-deps keras-hub==0.32.0 regex==2026.11.19 sentencepiece==0.2.3 tokenizers==0.23.3
 	touch $@
 
 # Libraries whose datasets Phalanx takes, but does not need. TensorFlow 2.21 wants an older h5py than the constraints.

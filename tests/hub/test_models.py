@@ -5,6 +5,7 @@ Two processes import this module as the tasks of a worker.
 
 import contextlib
 import functools
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +13,7 @@ from typing import Any
 import keras
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import phalanx
 
@@ -176,6 +178,16 @@ def test_fit_equals_one_device(name, strategy):
     assert_equals_one_device(got, name)
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_frozen_base_has_no_slots(strategy):
+    """The optimizer has two slots for each of LoRA's matrices, and none for the sharded base."""
+    model = compiled(STRATEGIES[strategy]("lora"), "lora")
+    model.optimizer.build(model.trainable_variables)
+    slots = [v.shape for v in model.optimizer.variables if v.shape]
+    assert all("lora_kernel" in v.path for v in model.trainable_variables)
+    assert sorted(slots) == sorted(2 * [v.shape for v in model.trainable_variables])
+
+
 @pytest.fixture(scope="module")
 def workers():
     """Two processes of one device each."""
@@ -235,6 +247,26 @@ def test_presets_load_under_strategies(strategy, tmp_path):
     for model in (divided, again):
         for variable, expected in zip(model.weights, whole.weights, strict=True):
             np.testing.assert_array_equal(variable.numpy(), expected.numpy(), err_msg=variable.path)
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_safetensors_of_several_files_load_under_strategies(strategy, tmp_path):
+    """A folder as on the Hugging Face Hub, with an index of its files, loads into shards."""
+    pytest.importorskip("sentencepiece", reason="the environment is old: rm -rf .venv-hub; make test-hub")
+    whole, index = models.Llama3Backbone(**DECODER, **LLAMA_3), {}
+    whole.export_to_transformers(str(tmp_path))
+    arrays = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    for name, chosen in (("a.safetensors", sorted(arrays)[::2]), ("b.safetensors", sorted(arrays)[1::2])):
+        save_file({key: arrays[key] for key in chosen}, tmp_path / name)
+        index |= dict.fromkeys(chosen, name)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    with STRATEGIES[strategy]("lora").scope():
+        divided = models.Llama3Backbone.from_preset(str(tmp_path))
+    kernel = divided.get_layer("transformer_layer_0").weights[0]
+    assert kernel.value.sharding.is_fully_replicated == (strategy == "replicas")
+    for variable, expected in zip(divided.weights, whole.weights, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), expected.numpy(), err_msg=variable.path)
 
 
 def test_lora_weights_load_under_strategies(tmp_path):
