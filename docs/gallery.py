@@ -10,6 +10,7 @@ import resource
 import subprocess
 import sys
 import tempfile
+from datetime import date
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -18,6 +19,7 @@ IMAGES = ROOT / "docs" / "images"
 BLOCK = re.compile(
     r"^```console\n\$ (?P<command>.*)\n(?P<printed>(?:.*\n)*?)```$", re.MULTILINE
 )
+DATE = re.compile(r"(?<=`make gallery` wrote the blocks and pictures on )[\d-]+")
 LAST_LINES = 12
 WIDTH = 720  # pixels
 COLORS = 64
@@ -38,6 +40,9 @@ def main() -> None:
                 )
         for picture in Path(folder).glob("out/**/*.png"):
             shrink(picture, IMAGES / picture.name)
+    if not word:
+        text = PAGE.read_text(encoding="utf-8")
+        PAGE.write_text(DATE.sub(f"{date.today()}", text), encoding="utf-8")
 
 
 def printed_by(command: str, folder: str) -> str:

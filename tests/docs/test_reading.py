@@ -1,6 +1,8 @@
 """A reader of the pages finds a way on, code that fits, and examples with output and pictures."""
 
+import datetime
 import re
+import runpy
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,12 @@ def test_gallery_has_every_example_with_its_output():
     assert shown == {path.name for path in (ROOT / "examples").glob("*.py")}
     for command, printed in blocks:
         assert re.search(r".\n# \d+ s of CPU time\n$", printed), command
+
+
+def test_gallery_has_its_date():
+    """The page says when its output was written, in the words that `make gallery` updates."""
+    date = runpy.run_path(str(DOCS / "gallery.py"))["DATE"].search(text_of(DOCS / "examples.md"))
+    assert datetime.date.fromisoformat(date[0]) >= datetime.date(2026, 11, 28)
 
 
 def test_pictures_of_the_gallery_are_small():
