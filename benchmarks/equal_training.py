@@ -127,7 +127,9 @@ TASKS = {
 CHOICES: dict[str, dict[str, Any]] = {
     "whole gradients": {},
     "int8": {"compression": "int8"},
+    "PowerSGD(2)": {"compression": PowerSGD(2)},
     "PowerSGD(4)": {"compression": PowerSGD(4)},
+    "TopK(0.01)": {"compression": TopK(0.01)},
     "TopK(0.05)": {"compression": TopK(0.05)},
     "int8, no error feedback": {"compression": "int8", "error_feedback": False},
     "PowerSGD(4), no error feedback": {"compression": PowerSGD(4), "error_feedback": False},
