@@ -38,7 +38,7 @@ NO_WORD = "exited without an error message (killed or crashed)"
 CASES = {
     "killed": (1, "os.kill(os.getpid(), 9)", 137, NO_WORD),
     "crashes": (1, "ctypes.string_at(0)", 139, NO_WORD),
-    "raises": (0, "raise ValueError('a bad row')", 1, "failed with ValueError: a bad row"),
+    "raises": (0, "raise ValueError('a bad row.')", 1, "failed with ValueError: a bad row"),
 }
 
 

@@ -333,7 +333,7 @@ def _end_at_once(
     """Exits immediately after an uncaught error. Other processes may wait for this one in the middle of a step."""
     show(kind, error, where)
     if watchdog := watch.own():
-        watchdog.fail(f"failed with {kind.__name__}: {error}".partition("\n")[0])
+        watchdog.fail(f"failed with {kind.__name__}: {error}".partition("\n")[0].removesuffix("."))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(128 + signal.SIGINT if issubclass(kind, KeyboardInterrupt) else 1)

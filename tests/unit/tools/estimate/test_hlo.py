@@ -122,6 +122,25 @@ def test_groups_of_devices_are_read(text, group):
     assert program.collectives == [Collective("all-reduce", "f32", 16, group)]
 
 
+def test_group_of_devices_that_send_to_each_other():
+    """A real program, whose devices pass their parts on in rings of four."""
+    mesh = jax.make_mesh((2, 4), ("replica", "model"))
+    ring = [(i, (i + 1) % 4) for i in range(4)]
+    spec = P(("replica", "model"))
+    passed = jax.shard_map(lambda x: jax.lax.ppermute(x, "model", ring), mesh=mesh, in_specs=spec, out_specs=spec)
+    x = jax.ShapeDtypeStruct((8,), jnp.float32, sharding=NamedSharding(mesh, spec))
+    compiled = jax.jit(passed).lower(x).compile()
+    assert HloProgram(compiled.as_text()).collectives == [Collective("collective-permute", "f32", 4, (0, 1, 2, 3))]
+
+
+@pytest.mark.parametrize("counts", ["num_partitions=4", "replica_count=2, num_partitions=2"])
+def test_collective_of_all_devices(counts):
+    """XLA may leave out the groups if there is one."""
+    line = "  ROOT %r = f32[4]{0} all-reduce(%x), replica_groups={}, to_apply=%add"
+    text = f"HloModule m, {counts}\n\nENTRY %main (x: f32[4]) -> f32[4] {{\n  %x = f32[4]{{0}} parameter(0)\n{line}\n}}\n"
+    assert HloProgram(text).collectives == [Collective("all-reduce", "f32", 16, (0, 1, 2, 3))]
+
+
 @pytest.mark.parametrize(("dim", "group"), [(0, (0, 4)), (1, (0, 1, 2, 3))])
 def test_groups_of_a_program_of_xla_are_read(dim, group):
     """A real program over two axes, of which it reduces one."""

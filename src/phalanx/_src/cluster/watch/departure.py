@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What happens to this process once its group cannot continue: it leaves the group, or ends with an explanation."""
+"""The end of this process in a group that cannot continue: it leaves the group, or ends with an explanation."""
 
 import os
 import subprocess

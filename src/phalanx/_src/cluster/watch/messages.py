@@ -16,7 +16,7 @@ class SignOfLife:
 
 @dataclass(frozen=True)
 class ProgressReport:
-    """What the sender has done. The fields are those of `Member`."""
+    """The progress of the sender. The fields are those of `Member`."""
 
     turn: int
     step: int
@@ -84,7 +84,7 @@ class PairsMessage:
 
 
 MemberMessage: TypeAlias = SignOfLife | ProgressReport | ComparisonRequest | FailureReport
-"""What a process says of itself."""
+"""A message of a process about itself."""
 WatchMessage: TypeAlias = MemberMessage | PaceReport | ComparisonAnswer | VerdictReport | PointMessage | PairsMessage
 
 _KINDS: dict[str, type[WatchMessage]] = {

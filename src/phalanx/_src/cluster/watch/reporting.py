@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What this process does, and how the others learn of it."""
+"""The progress of this process, and how the others learn of it."""
 
 import threading
 from collections.abc import Callable, Iterator, Mapping

@@ -83,7 +83,7 @@ class Member:
 
 @final
 class Members:
-    """What this process knows of all processes of its group.
+    """The processes of a group, as far as this process knows them.
 
     Args:
       addresses: addresses of all ranks.

@@ -43,7 +43,7 @@ class Chip:
 
 @dataclass(frozen=True)
 class _Gpu:
-    """What XLA's compiler must know of a GPU.
+    """The facts of a GPU that XLA's compiler must know.
 
     Args:
       description: the name that its driver reports.

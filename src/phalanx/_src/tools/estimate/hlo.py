@@ -37,6 +37,8 @@ _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}")
+_PAIRS = re.compile(r"source_target_pairs=\{(\{[\d,{}]*\})\}")
+_COUNTS = re.compile(r"\b(?:replica_count|num_partitions)=(\d+)")
 _AXIS = re.compile(r"'(\w+)'(?:=(\d+)|:\((\d+)\)(\d+))?")
 _MEGASCALE = re.compile(r'_xla_megascale_transfer_type="(\w+)"')
 _KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", "collective-broadcast")
@@ -98,6 +100,8 @@ class HloProgram:
 
     def __post_init__(self) -> None:
         self._computations, entry = _computations(self.text)
+        # A collective that lists no devices is one of all devices.
+        self._devices = tuple(range(math.prod(map(int, _COUNTS.findall(self.text.partition("\n")[0])))))
         self.collectives = []
         self._read(entry, 1, is_async=False, is_top=True)
 
@@ -106,7 +110,7 @@ class HloProgram:
         operations = self._computations.get(name, [])
         shapes = {op.name: op.shape for op in operations}
         for op in operations:
-            collective = _collective(op, times)
+            collective = _collective(op, times, self._devices)
             if collective is not None:
                 self.collectives.append(_with(collective, is_async=is_async or collective.is_async))
             self.num_transfers += _is_transfer(op)
@@ -157,14 +161,14 @@ def _computations(text: str) -> tuple[dict[str, list[_Operation]], str]:
     return computations, entry
 
 
-def _collective(op: _Operation, times: int) -> Collective | None:
+def _collective(op: _Operation, times: int, devices: tuple[int, ...]) -> Collective | None:
     if op.kind == "send" and (transfer := _MEGASCALE.search(op.rest)):
         kind = transfer[1].lower().replace("_", "-")
         return Collective(kind, _dtype(op.shape), times * _largest(op.shape), (), is_async=True, is_between_slices=True)
     kind = op.kind.removesuffix("-start")
     if kind not in _KINDS:
         return None
-    group, is_started = _group(op.rest), op.kind != kind
+    group, is_started = _group(op.rest) or devices, op.kind != kind
     is_async = is_started and _IS_SYNC not in op.rest
     size = _num_bytes(op.shape)
     if kind in ("all-gather", "reduce-scatter") and is_started and group:
@@ -196,7 +200,17 @@ def _group(rest: str) -> tuple[int, ...]:
         return tuple(_ids(iota[3], iota[4]).reshape(int(iota[1]), int(iota[2]))[0].tolist())
     if mesh := _MESH.search(rest):
         return _group_of_mesh(*mesh.groups())
+    if pairs := _PAIRS.search(rest):
+        return _group_of_pairs([(int(a), int(b)) for a, b in re.findall(r"(\d+),(\d+)", pairs[1])])
     return ()
+
+
+def _group_of_pairs(pairs: list[tuple[int, int]]) -> tuple[int, ...]:
+    """Returns the devices that the first pair of sender and receiver is connected with."""
+    group: set[int] = set(pairs[0])
+    for _ in pairs:
+        group = group.union(*(pair for pair in pairs if not group.isdisjoint(pair)))
+    return tuple(sorted(group))
 
 
 def _ids(sizes: str, order: str | None) -> Any:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What is predicted for one topology."""
+"""The prediction for one topology."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, final

@@ -51,7 +51,7 @@ class Time:
 
     @property
     def bound(self) -> str:
-        """What takes most of the step."""
+        """The part that takes most of the step."""
         exposed = self.links + self.network - self.hidden
         if exposed > self.alone:
             return "network" if self.network > self.links else "links"
