@@ -18,7 +18,7 @@ from phalanx._src.launch.templates import TEMPLATES, kubeflow, kubernetes, slurm
 yaml = pytest.importorskip("yaml", reason="PyYAML reads the templates for Kubernetes")
 jsonschema = pytest.importorskip("jsonschema", reason="it compares them with the fields that Kubernetes knows")
 
-AWKWARD = ("--name", "a b", "$HOME", "it's", "{x}", '"q"', "$(NPROC)")
+AWKWARD = ("--name", "a b", "$HOME", "it's", "{x}", '"q"', "$(NPROC)", "$$(NPROC)", "$$", "a$", "\\ud83d", "\u2028", "\U0001f600")
 
 # Does what the real one does: as many tasks, numbered; none is left when one fails; it fails with that code.
 SRUN = """\
@@ -90,6 +90,11 @@ def job_of(text):
     return job["name"], spec, spec.get("completions") or found["mlPolicy"]["numNodes"]
 
 
+def expanded(word):
+    """What Kubernetes makes of a word of a command, from left to right, where NPROC is 7."""
+    return re.sub(r"\$\$|\$\(NPROC\)", lambda found: "$" if found[0] == "$$" else "7", word)
+
+
 def pods(text):
     """What Kubernetes sets in each pod."""
     name, spec, count = job_of(text)
@@ -149,9 +154,7 @@ def test_jobset_fails_as_a_group():
     assert job["template"]["spec"]["restartPolicy"] == "Never"
     (container,) = job["template"]["spec"]["containers"]
     command = container["command"]
-    # Kubernetes makes $( of $$(, and leaves every other dollar sign alone.
-    assert [word.replace("$$(", "$(") for word in command] == ["python", "-m", "package.train", *AWKWARD]
-    assert "$$(NPROC)" in command
+    assert [expanded(word) for word in command] == ["python", "-m", "package.train", *AWKWARD]
     # An annotation that JobSet gives to each pod.
     (restart,) = [entry for entry in container["env"] if entry["name"] == "PHALANX_RESTART"]
     path = "metadata.annotations['jobset.sigs.k8s.io/restart-attempt']"

@@ -58,17 +58,26 @@ def kubeflow(request: Request, max_restarts: int) -> str:
 
 def _on_pods(file: str, request: Request, max_restarts: int, *, job: str) -> str:
     is_elastic = request.least_workers is not None
-    # Kubernetes replaces $(NAME) by the value of a variable.
-    words = [word.replace("$(", "$$(") for word in _command(request, max_restarts, _POD_GRACE_S)]
+    words = [_pod_word(word) for word in _command(request, max_restarts, _POD_GRACE_S)]
     values = {
         **_values(request, max_restarts),
         "job": job,
-        "command": json.dumps(words),
+        "command": f"[{', '.join(words)}]",
         "pod_restarts": f"{_POD_RESTARTS if is_elastic else 0}",
         "if_preempted": "Ignore" if is_elastic else "FailJob",
         "failures": "If one fails, the others continue." if is_elastic else "If one fails, all start again.",
     }
     return _filled(file, {**values, "pods": _filled("pods.yaml", values)})
+
+
+def _pod_word(word: str) -> str:
+    """Returns a word of a command as YAML and Kubernetes read it.
+
+    YAML joins no pairs of surrogates, which JSON has for a character beyond 16 bits. Kubernetes replaces $(NAME) by the value of a variable, and
+    $$ by $, wherever they are.
+    """
+    characters = [f"\\U{ord(c):08x}" if ord(c) > 0xFFFF else json.dumps(c)[1:-1] for c in word.replace("$", "$$")]
+    return f'"{"".join(characters)}"'
 
 
 def _filled(file: str, values: Mapping[str, str]) -> str:
