@@ -44,8 +44,9 @@ import tempfile
 import threading
 import time
 
-# Processes that tests start run tests/startup/sitecustomize.py, which says why.
 _TESTS = Path(__file__).parent
+
+# Processes that tests start run tests/startup/sitecustomize.py, which says why.
 _STARTUP = str(_TESTS / "startup")
 if _STARTUP not in os.environ.get("PYTHONPATH", "").split(os.pathsep):
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [_STARTUP, os.environ.get("PYTHONPATH")]))
@@ -111,8 +112,10 @@ SHARED = {
     "tests/cluster/test_different_programs.py": "workers",
     "tests/cluster/test_sharded_variables.py": "workers",
     "tests/cluster/test_random_trainings.py": "workers",
+    "tests/contract/test_law_bad_values.py": "bad values",
+    "tests/contract/test_law_hints.py": "bad values",
 }
-"""The files whose tests share processes for the whole session, and so run in one process of pytest."""
+"""The files whose tests share processes for the whole session, or calls, and so run in one process of pytest."""
 
 ALONE = (
     "tests/cluster/parameter_server/test_restarts.py",

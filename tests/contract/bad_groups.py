@@ -1,6 +1,7 @@
 """All groups of cases, and all public callables: each has a case, or a reason why not."""
 
 import enum
+import functools
 import importlib
 import inspect
 
@@ -12,6 +13,7 @@ import bad_functions
 import bad_servers
 import bad_summaries
 import bad_verbs
+from bad_values import FEW, VALUES, answer
 
 import phalanx
 from phalanx._src.input.iterator import Optional
@@ -28,6 +30,18 @@ GROUPS = {
     **bad_estimators.GROUPS,
     **bad_forecasts.GROUPS,
 }
+
+
+@functools.cache
+def answers(group, values=FEW):
+    """Returns what the calls of a group raise on bad values, by name, argument and value."""
+    return {
+        (name, parameter, value): answer(case, parameter, VALUES[value]())
+        for name, case in GROUPS[group]().items()
+        for parameter in case.good
+        for value in values
+    }
+
 
 ROOMS = [
     "phalanx",

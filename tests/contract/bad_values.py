@@ -176,3 +176,13 @@ class Case:
 def named(*cases: Case) -> dict[str, Case]:
     """Returns cases by the names of what they call."""
     return {case.call.__qualname__: case for case in cases}
+
+
+def answer(case: Case, parameter: str, value: Any) -> BaseException | None:
+    """Returns what a call raises if one argument has another value; None if it raises nothing."""
+    try:
+        with limited():
+            case.call(**{**case.good, parameter: value})
+    except (Exception, Hung) as e:
+        return e.with_traceback(None)
+    return None
