@@ -2,6 +2,7 @@
 
 import inspect
 
+import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
@@ -131,7 +132,9 @@ def arguments_of(name):
 def test_losses_are_those_of_all_rows(replicas):
     """The weighted sum of what the replicas compute, as `fit` differentiates it."""
     losses = {name: make(**kwargs) for name, (make, kwargs) in LOSSES.items()}
-    expected = {name: float(loss(*data_of(name))) for name, loss in losses.items()}
+    data = {name: data_of(name) for name in losses}
+    on_one_device = jax.jit(lambda data: {name: loss(*data[name]) for name, loss in losses.items()})
+    expected = {name: float(value) for name, value in on_one_device(data).items()}
     strategy = phalanx.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
 
     def replica(batch):
@@ -139,7 +142,6 @@ def test_losses_are_those_of_all_rows(replicas):
             weight = phalanx.get_replica_context().weight
             return {name: loss(*batch[name]) * weight for name, loss in losses.items()}
 
-    data = {name: data_of(name) for name in losses}
     (batch,) = strategy.experimental_distribute_dataset(lambda: iter([data]))
     shares = strategy.run(replica, args=(batch,))
     found = {name: float(x) for name, x in strategy.reduce("SUM", shares, axis=None).items()}
