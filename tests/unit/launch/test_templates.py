@@ -18,7 +18,21 @@ from phalanx._src.launch.templates import TEMPLATES, kubeflow, kubernetes, slurm
 yaml = pytest.importorskip("yaml", reason="PyYAML reads the templates for Kubernetes")
 jsonschema = pytest.importorskip("jsonschema", reason="it compares them with the fields that Kubernetes knows")
 
-AWKWARD = ("--name", "a b", "$HOME", "it's", "{x}", '"q"', "$(NPROC)", "$$(NPROC)", "$$", "a$", "\\ud83d", "\u2028", "\U0001f600")
+AWKWARD = (
+    "--name",
+    "a b",
+    "$HOME",
+    "it's",
+    "{x}",
+    '"q"',
+    "$(NPROC)",
+    "$$(NPROC)",
+    "$$",
+    "a$",
+    "\\ud83d",
+    "\u2028",
+    "\U0001f600",
+)
 
 # Does what the real one does: as many tasks, numbered; none is left when one fails; it fails with that code.
 SRUN = """\

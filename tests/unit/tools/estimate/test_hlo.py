@@ -137,7 +137,9 @@ def test_group_of_devices_that_send_to_each_other():
 def test_collective_of_all_devices(counts):
     """XLA may leave out the groups if there is one."""
     line = "  ROOT %r = f32[4]{0} all-reduce(%x), replica_groups={}, to_apply=%add"
-    text = f"HloModule m, {counts}\n\nENTRY %main (x: f32[4]) -> f32[4] {{\n  %x = f32[4]{{0}} parameter(0)\n{line}\n}}\n"
+    text = (
+        f"HloModule m, {counts}\n\nENTRY %main (x: f32[4]) -> f32[4] {{\n  %x = f32[4]{{0}} parameter(0)\n{line}\n}}\n"
+    )
     assert HloProgram(text).collectives == [Collective("all-reduce", "f32", 16, (0, 1, 2, 3))]
 
 
