@@ -84,14 +84,14 @@ def _transposed(eqn: jex.JaxprEqn) -> list[jex.JaxprEqn]:
     rank = len(lhs_dims)
     spatial = "0123456789"[: rank - 2]
     names = "window_strides", "padding", "lhs_dilation", "rhs_dilation", "feature_group_count", "batch_group_count"
-    kept = {name: params[name] for name in (*names, "precision", "preferred_element_type")}
+    settings = {name: params[name] for name in (*names, "precision", "preferred_element_type")}
 
     def convolve(lhs: jax.Array, rhs: jax.Array) -> jax.Array:
         result = lax.conv_general_dilated(
             lhs.transpose(_last(lhs_dims)),
             rhs.transpose(_kernel_last(rhs_dims)),
             dimension_numbers=(f"N{spatial}C", f"{spatial}IO", f"N{spatial}C"),
-            **kept,
+            **settings,
         )
         order = _last(out_dims)
         return result.transpose([order.index(dim) for dim in range(rank)])
