@@ -8,6 +8,7 @@
 A parameter is written as `name` or `name=default`: with `/` before it if it has no keyword, with `--` if it has no position.
 """
 
+import enum
 import inspect
 import re
 import runpy
@@ -25,7 +26,7 @@ MARKS = {
 
 
 def signatures() -> dict[str, str]:
-    """Returns what each public name is: a module, a value, a property, or a call with its parameters."""
+    """Returns what each public name is: a module, a value, a property, an enumeration, or a call with its parameters."""
     names = runpy.run_path(str(DOCS / "public_names.py"))["public_names"]()
     table = {path: _text_of(path, value) for path, value in names.items()}
     for path, value in names.items():
@@ -47,6 +48,8 @@ def _text_of(path: str, value: object) -> str:
         return "module" if value.__name__ == path else "module of another path"
     if isinstance(value, property):
         return "property"
+    if isinstance(value, enum.EnumType):
+        return "enumeration"  # The signature of its call is Python's, and differs between versions.
     if not callable(value):
         return "value"
     try:
