@@ -161,9 +161,9 @@ class Service:
     def __init__(self, environment, host):
         self.number = 0
 
-    def start(self, size):
+    def start(self, machines):
         self.number += 1
-        return f"service {self.number} for {size}"
+        return f"service {self.number} for {len(machines)}"
 
     def end(self):
         pass

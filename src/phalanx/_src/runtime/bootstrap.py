@@ -8,13 +8,14 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from importlib.metadata import version
 from types import FrameType, TracebackType
 from typing import Any, final
 
 import jax
 
+from phalanx._src.cluster.connections.filters import admit_only, admitting
 from phalanx._src.cluster.connections.hosts import bypass_proxies
 from phalanx._src.cluster.connections.ports import raise_limit_of_descriptors
 from phalanx._src.cluster.connections.rollcall import Roll, call_roll
@@ -23,7 +24,7 @@ from phalanx._src.cluster.resolvers.base import ClusterResolver, seconds_of, sta
 from phalanx._src.cluster.resolvers.environment import resolver_of_environment
 from phalanx._src.cluster.resolvers.launchers import lone_task
 from phalanx._src.cluster.resolvers.slurm import SlurmClusterResolver, step_of
-from phalanx._src.cluster.spec import ClusterSpec, Task, addresses_of_workers, id_in_cluster, is_chief
+from phalanx._src.cluster.spec import ClusterSpec, Task, addresses_of_workers, host_and_port, id_in_cluster, is_chief
 from phalanx._src.cluster.watch import membership, verdict, watch
 from phalanx._src.runtime import coordination
 from phalanx._src.runtime.streams import filtered
@@ -86,7 +87,7 @@ def start(resolver: ClusterResolver, timeout_s: float | None = None, stall_timeo
         watchdog = watch.start(addresses, rank, roll.lines, stall_timeout_s, service=roll.bind)
         _initialize(roll, rank, timeout_s)
         _end_with_group()
-        _exchange_first(watchdog, roll.host, coordination.find_devices())
+        _exchange_first(watchdog, roll, coordination.find_devices())
 
 
 def enter(generation: membership.Generation, stall_timeout_s: float | None = None) -> None:
@@ -118,7 +119,7 @@ def enter(generation: membership.Generation, stall_timeout_s: float | None = Non
         # JAX waits minutes for a process that has left the generation on the way here. The watchdog notices it, and ends the wait.
         with watchdog.operations.waiting():
             ports = coordination.connect(generation.service, rank, len(addresses), _MEETING_S)
-            _exchange_first(watchdog, roll.host, ports)
+            _exchange_first(watchdog, roll, ports)
     except RuntimeError as e:
         hint = "look at the output of the other processes"
         raise StartupError(about, f"JAX cannot connect them: {e}", hint) from e
@@ -259,16 +260,17 @@ def _initialize(roll: Roll, rank: int, timeout_s: float) -> None:
     bypass_proxies([roll.service])
     try:
         coordination.listen_at(roll.host)
-        jax.distributed.initialize(
-            roll.service,
-            len(roll.addresses),
-            rank,
-            cluster_detection_method="deactivate",
-            initialization_timeout=max(1, int(timeout_s)),
-            # A process that has finished waits for the others at shutdown. The watchdog detects processes that never come.
-            shutdown_timeout_seconds=_A_DAY_S,
-            coordinator_bind_address=roll.bind,
-        )
+        with _for_machines_of(roll, rank):
+            jax.distributed.initialize(
+                roll.service,
+                len(roll.addresses),
+                rank,
+                cluster_detection_method="deactivate",
+                initialization_timeout=max(1, int(timeout_s)),
+                # A process that has finished waits for the others at shutdown. The watchdog detects processes that never come.
+                shutdown_timeout_seconds=_A_DAY_S,
+                coordinator_bind_address=roll.bind,
+            )
     except RuntimeError as e:
         raise StartupError(
             f"rank {rank} of {len(roll.addresses)} processes",
@@ -278,20 +280,30 @@ def _initialize(roll: Roll, rank: int, timeout_s: float) -> None:
         ) from e
 
 
-def _exchange_first(watchdog: watch.Watch, host: str, ports: set[int]) -> None:
+def _for_machines_of(roll: Roll, rank: int) -> AbstractContextManager[None]:
+    """Admits only the machines of the cluster at JAX's service, which rank 0 starts in the block."""
+    if rank or not roll.machines:
+        return nullcontext()
+    return admitting(host_and_port(roll.bind)[1], roll.machines)
+
+
+def _exchange_first(watchdog: watch.Watch, roll: Roll, ports: set[int]) -> None:
     """Connects all processes for the exchange of arrays, and makes sure that no stranger has come before one of them.
 
     Args:
       watchdog: the watchdog of this process.
-      host: the address at which gloo listens.
-      ports: its ports there. None if arrays are exchanged in other ways.
+      roll: the processes.
+      ports: the ports at which gloo listens. None if arrays are exchanged in other ways.
 
     Raises:
       StartupError: a stranger has taken the place of a process.
     """
     if not ports or not watchdog.has_others:
         return
-    watchdog.pairs.open(host, ports)
+    # The others learn these ports in the exchange, so that none of them has connected yet.
+    for port in ports if roll.machines else ():
+        admit_only(port, roll.machines)
+    watchdog.pairs.open(roll.host, ports)
     try:
         with watchdog.operations.waiting(), without_lines_of_gloo():
             coordination.exchange_once()

@@ -4,8 +4,8 @@
 `jax.distributed.initialize` starts the service in the process of rank 0, so that nobody survives the end of that process. This file
 has all names that do not belong to JAX's public API. tests/unit/runtime/test_coordination.py checks that they exist, and what they do.
 
-As a module (`python -m phalanx._src.runtime.coordination`) it serves: each line of its input is `HOST SIZE`, or `unix:PATH SIZE`, and
-starts a service for a group of that size. Each line of its output is `started ADDRESS`, or says why it has failed. It ends with its input.
+As a module (`python -m phalanx._src.runtime.coordination`) it serves: each line of its input is `HOST SIZE ADDRESSES`, or `unix:PATH SIZE`, and
+starts a service for a group of that size, whose processes come from these addresses. Each line of its output is `started ADDRESS`, or says why it has failed. It ends with its input.
 """
 
 import contextlib
@@ -22,8 +22,10 @@ import jax.extend
 import numpy as np
 from jax._src import distributed, lib, xla_bridge
 
+from phalanx._src.cluster.connections.filters import admit_only
 from phalanx._src.cluster.connections.hosts import is_private
 from phalanx._src.cluster.connections.ports import HeldPort, listening_ports, sockets_of_process, stop_reading
+from phalanx._src.cluster.spec import host_and_port
 from phalanx._src.typed_jax import partition_spec
 
 _jax: Any = lib._jax  # type: ignore[attr-defined]
@@ -210,7 +212,7 @@ def _serve() -> None:
     # The clients of a group that has ended have left its service, but may be in the middle of a call.
     services: deque[Any] = deque()
     for line in sys.stdin:
-        host, size = line.split()
+        host, size, *machines = line.split()
         try:
             # JAX 0.10.2 would end this process with a segmentation fault, more often than not, if another user took the port.
             with contextlib.ExitStack() as stack:
@@ -226,6 +228,8 @@ def _serve() -> None:
         except (OSError, RuntimeError) as e:
             print(f"failed: {e}".partition("\n")[0], flush=True)
             continue
+        if machines:
+            admit_only(host_and_port(address)[1], machines)
         services.append(service)
         print(f"started {address}", flush=True)
         while len(services) > _KEPT_SERVICES:

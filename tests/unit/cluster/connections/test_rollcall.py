@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from phalanx._src.cluster.connections import rollcall
+from phalanx._src.cluster.connections.filters import addresses_of_machine
 from phalanx._src.cluster.connections.listener import Listener
 from phalanx._src.cluster.connections.rollcall import call_roll
 from phalanx._src.cluster.connections.secret import Secret
@@ -39,7 +40,7 @@ class Process(threading.Thread):
     def run(self):
         try:
             with call_roll(*self._call, **self._options) as roll:
-                self.connections, self.service = roll.lines, roll.service
+                self.connections, self.service, self.machines = roll.lines, roll.service, roll.machines
             self.said = "go"
         except StartupError as e:
             self.said = str(e)
@@ -174,6 +175,21 @@ def test_rank_that_comes_to_another_program(addresses, answer, told):
             (text,) = said(late)
     for part in told:
         assert part.format(*addresses) in text
+
+
+@pytest.mark.parametrize(("changes", "most", "is_known"), [(False, 400, True), (True, 400, False), (False, 0, False)])
+def test_addresses_of_all_machines(monkeypatch, addresses, changes, most, is_known):
+    """All ranks know them, unless a router changes the addresses of one of them, or they are too many. On one machine nobody needs them."""
+    assert said(*(ranks := [Process(addresses[:2], rank) for rank in (0, 1)])) == ["go"] * 2
+    assert [rank.machines for rank in ranks] == [(), ()]
+    # Each process sees its own files.
+    monkeypatch.setattr(rollcall, "shares_files", iter(range(100)).__next__)
+    monkeypatch.setattr(rollcall, "MOST_ADDRESSES", most)
+    if changes:
+        monkeypatch.setattr(rollcall, "addresses_of_machine", lambda: ["192.0.2.7"])
+    assert said(*(ranks := [Process(addresses[:3], rank) for rank in (0, 1, 2)])) == ["go"] * 3
+    expected = addresses_of_machine() if is_known else []
+    assert [list(rank.machines) for rank in ranks] == [expected] * 3
 
 
 @pytest.mark.parametrize("host", ["localhost", "[::1]"])

@@ -12,7 +12,8 @@ from phalanx._src.cluster.connections.secret import TOKEN
 from phalanx._src.cluster.spec import ClusterSpec, addresses_of_workers, host_and_port
 
 _PROOF = f"processes that prove that they know {TOKEN}"
-_CLAIMED = "anyone; connections that no worker claims are closed and reported within seconds"
+_USERS = "every user of the machines of the cluster"
+_CLAIMED = f"{_USERS}; connections that no worker claims are closed and reported within seconds"
 
 
 class Opening(NamedTuple):
@@ -61,7 +62,7 @@ def _of_workers(addresses: Sequence[str], *, is_elastic: bool) -> list[Opening]:
         private = "a socket in a folder that only this user enters"
         result.append(Opening("none", "JAX's coordination service", private, "processes of this user"))
     else:
-        anyone = "everyone who reaches it, unless JAX has certificates"
+        anyone = f"{_USERS}, unless JAX has certificates; everyone who reaches it, if a router changes addresses between them"
         where = f"{_at(first)}; none, as below 127.0.0.1, if all turn out to be on one machine"
         result.append(Opening(port, "JAX's coordination service", where, anyone))
     place = "127.0.0.1" if is_here else "the address of the worker that the others reach"

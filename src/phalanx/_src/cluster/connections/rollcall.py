@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from socket import gaierror
 from typing import Any, Self
 
+from phalanx._src.cluster.connections.filters import MOST_ADDRESSES, addresses_of_machine, host_of_other
 from phalanx._src.cluster.connections.hosts import LOOPBACK, host_for_others, is_private, joined, shares_files
 from phalanx._src.cluster.connections.listener import (
     RETRY_S,
@@ -47,6 +48,7 @@ class Roll:
       service: address of the service by which JAX connects all: a private one, if all are on this machine.
       bind: the address at which rank 0 starts it.
       held: what rank 0 needs until all are connected: its port, which nobody else can take, and the private address.
+      machines: the addresses of all machines, from which alone processes of the cluster come. Empty if all are on this one, or if they are unknown.
     """
 
     addresses: Sequence[str]
@@ -55,6 +57,7 @@ class Roll:
     service: str
     bind: str
     held: list[HeldPort | PrivateAddress] = field(default_factory=list)
+    machines: Sequence[str] = ()
 
     def __enter__(self) -> Self:
         return self
@@ -151,7 +154,8 @@ class _Chief:
                 peer.connection.close()
             raise
         roll = self._roll()
-        self._tell({"go": True, "service": roll.service if is_private(roll.service) else None})
+        private = roll.service if is_private(roll.service) else None
+        self._tell({"go": True, "service": private, "machines": roll.machines})
         return roll
 
     def _roll(self) -> Roll:
@@ -164,12 +168,23 @@ class _Chief:
             private = PrivateAddress()
             self._held.append(private)
             return Roll(addresses, lines, LOOPBACK, private.address, private.address, self._held)
+        machines = self._machines()
         # All others have come by one address, so none needs another.
         if len(hosts) == 1:
             (host,) = hosts
-            return Roll(addresses, lines, host, joined(host, port), joined(host, port), self._held)
+            return Roll(addresses, lines, host, joined(host, port), joined(host, port), self._held, machines)
         host = host_for_others(lines.values(), addresses)
-        return Roll(addresses, lines, host, joined(name, port), joined("::", port), self._held)
+        return Roll(addresses, lines, host, joined(name, port), joined("::", port), self._held, machines)
+
+    def _machines(self) -> list[str]:
+        """Returns the addresses of all machines. Empty if a process comes by one that its machine does not have, because a router changes it."""
+        machines = {*addresses_of_machine()}
+        for peer in self._present.values():
+            theirs = peer.hello.get("machine") or []
+            if host_of_other(peer.connection) not in theirs:
+                return []
+            machines |= {*theirs}
+        return sorted(machines) if len(machines) <= MOST_ADDRESSES else []
 
     @property
     def _is_complete(self) -> bool:
@@ -246,6 +261,7 @@ class _Other:
 
     def __init__(self, call: _RollCall, rank: int) -> None:
         self._call, self._rank, self._private = call, rank, ""
+        self._machines: Sequence[str] = ()
 
     def wait(self) -> Roll:
         while True:
@@ -276,7 +292,7 @@ class _Other:
         host, port = connection.getpeername()[:2]
         reached = LOOPBACK if self._private else host_for_others([connection], self._call.addresses)
         service = self._private or joined(host, port)
-        return Roll(self._call.addresses, {0: connection}, reached, service, service)
+        return Roll(self._call.addresses, {0: connection}, reached, service, service, machines=self._machines)
 
     def _ask(self, connection: Socket) -> bytes | None:
         """Returns None if all ranks have connected, and otherwise what rank 0 sent instead of a message."""
@@ -285,6 +301,7 @@ class _Other:
             "about": self._call.about,
             "versions": self._call.versions,
             "files": shares_files(),
+            "machine": addresses_of_machine(),
         }
         said = handshake(connection, self._call.secret, hello, self._call.left_s)
         if said is not None:
@@ -295,7 +312,7 @@ class _Other:
             raise StartupError(*answer["error"])
         if "go" not in answer:
             raise self._nothing_said()
-        self._private = answer.get("service") or ""
+        self._private, self._machines = answer.get("service") or "", answer.get("machines") or ()
         return None
 
     def _connected(self) -> Socket:

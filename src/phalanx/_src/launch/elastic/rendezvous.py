@@ -15,6 +15,7 @@ from typing import Any, final
 
 from typing_extensions import override
 
+from phalanx._src.cluster.connections.filters import host_of_other
 from phalanx._src.cluster.connections.hosts import LOOPBACK
 from phalanx._src.cluster.connections.listener import Connection, Listener, MessageStream, expect_answers, split
 from phalanx._src.cluster.connections.secret import secret_of
@@ -310,7 +311,7 @@ class Rendezvous(threading.Thread):
     def _form(self, survivors: list[_Member], newcomers: list[_Member]) -> None:
         members = survivors + newcomers
         try:
-            service = self._service.start(len(members))
+            service = self._service.start([host_of_other(m.peer.connection) for m in members])
         except OSError as e:
             self._end_all(f"{e}")
             return

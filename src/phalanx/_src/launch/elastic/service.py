@@ -4,7 +4,7 @@
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import final
 
@@ -34,8 +34,11 @@ class Service:
             start_new_session=True,
         )
 
-    def start(self, size: int) -> str:
-        """Starts the service for a group of `size` processes, and returns its address.
+    def start(self, machines: Sequence[str]) -> str:
+        """Starts the service for a group, and returns its address.
+
+        Args:
+          machines: the address from which each process of the group comes.
 
         Raises:
           OSError: it cannot be started.
@@ -43,8 +46,8 @@ class Service:
         assert self._process.stdin
         assert self._process.stdout
         self._number += 1
-        place = self._host or f"{PRIVATE}{self._folder.name}/{self._number}"
-        self._process.stdin.write(f"{place} {size}\n")
+        place, admitted = self._host or f"{PRIVATE}{self._folder.name}/{self._number}", machines if self._host else ()
+        self._process.stdin.write(" ".join([place, f"{len(machines)}", *admitted]) + "\n")
         self._process.stdin.flush()
         said = self._process.stdout.readline()
         if not said.startswith("started "):
