@@ -77,8 +77,9 @@ from tests.waiting import DEADLINE_S
 
 from phalanx import errors
 
-# The collector runs seldom: it takes a tenth of the time otherwise, of the collection of tests too.
+# The collector of garbage runs seldom: it takes a tenth of the time otherwise. While pytest collects the tests, it does not run.
 gc.set_threshold(20_000, 20, 20)
+gc.disable()
 
 if importlib.util.find_spec("tensorboardX"):
     import tensorboardX.event_file_writer  # noqa: F401  (sets an environment variable, which no test may do)
@@ -203,7 +204,7 @@ def pytest_collection(session):
 
 def pytest_collection_finish(session):
     """The collector does not run over the objects of JAX and Keras."""
-    gc.collect()
+    gc.enable()
     gc.freeze()
     if hasattr(session.config, "workerinput"):
         sign, is_first = _sign(session.config)
