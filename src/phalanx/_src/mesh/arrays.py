@@ -240,7 +240,7 @@ def put_shards(value: ArrayLike, sharding: Sharding) -> jax.Array:
 
 
 def put_whole(values: Sequence[ArrayLike], sharding: Sharding) -> list[jax.Array]:
-    """Does what `device_put` does, in a third of the time for arrays of NumPy and for those that are already where they belong.
+    """Does what `device_put` does, in a third of the time for NumPy's arrays and for those that are already where they belong.
 
     Args:
       values: arrays and numbers.
