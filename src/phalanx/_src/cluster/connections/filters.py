@@ -32,18 +32,18 @@ _Instruction = tuple[int, int, int, int]
 
 def addresses_of_machine() -> list[str]:
     """Returns the addresses of this machine, but not those of a single link. Empty where the system does not tell."""
-    found = set()
+    addresses = set()
     with suppress(OSError):
         address = ""
         for line in Path("/proc/net/fib_trie").read_text().splitlines():
             if "|-- " in line:
                 address = line.split()[-1]
             elif "/32 host LOCAL" in line:
-                found.add(address)
+                addresses.add(address)
         lines = Path("/proc/net/if_inet6").read_text().splitlines()
         of_version_6 = [ipaddress.IPv6Address(int(line.split()[0], 16)) for line in lines]
-        found |= {str(address) for address in of_version_6 if not address.is_link_local}
-    return sorted(found)
+        addresses |= {str(address) for address in of_version_6 if not address.is_link_local}
+    return sorted(addresses)
 
 
 def host_of_other(connection: Socket) -> str:
