@@ -291,7 +291,7 @@ FAULTS = [
     ),
     Fault(
         "half of an update stays when it fails",
-        "variables:transaction",
+        "undo:transaction",
         "rollback()",
         "pass",
         "contract/test_law4a_interrupts.py",

@@ -182,7 +182,7 @@ def assert_in_sync(*objects: object) -> None:
     """
     homes: dict[int, tuple[Topology, list[_Value]]] = {}
     meshes: dict[Mesh, list[_Value]] = {}
-    # A None within a pytree is no object: states of optimizers have them.
+    # None is allowed inside a pytree, because optimizer states contain it.
     if any(x is None for x in objects):
         variables_of("assert_in_sync", None)
     for path, leaf in jax.tree_util.tree_leaves_with_path(objects, is_leaf=lambda x: isinstance(x, PerReplica)):

@@ -101,7 +101,7 @@ get_opaque_trace_state: Callable[[], object] = jex.get_opaque_trace_state
 """Returns a value that is equal if the current trace is the same."""
 
 explicit_transfer: Callable[[], AbstractContextManager[None]] = config.explicit_device_put_scope
-"""Returns a context in which `jax.transfer_guard` treats transfers as those of `device_put`."""
+"""Returns a context in which `jax.transfer_guard` treats transfers as those of `device_put`. JAX has no public name for it."""
 
 make_user_context: Callable[[], Callable[[object], AbstractContextManager[None]]] = jax.make_user_context
 """Returns a function from a value to a context in which JAX traces separately."""

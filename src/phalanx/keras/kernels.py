@@ -52,11 +52,11 @@ def _is_for(x: Any, *arrays: Any) -> bool:
     if not (_is_on and isinstance(x, jax.core.Tracer) and context.has_strategy()):
         return False
     topology = context.current().strategy.topology
-    platform_names = {device.platform for device in topology.devices} if topology.has_devices else ()
+    devices = topology.devices if topology.has_devices else ()
     is_whole = not topology.has_devices or topology.devices_per_replica == 1
     return (
         is_whole
-        and platforms.are_cpus(tuple(platform_names))
+        and platforms.are_cpus(devices)
         and all(jnp.issubdtype(one.dtype, jnp.floating) for one in (x, *arrays))
     )
 

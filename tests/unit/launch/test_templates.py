@@ -105,7 +105,7 @@ def job_of(text):
 
 
 def expanded(word):
-    """What Kubernetes makes of a word of a command, from left to right, where NPROC is 7."""
+    """Expands a word of a command from left to right as Kubernetes does, where NPROC is 7."""
     return re.sub(r"\$\$|\$\(NPROC\)", lambda found: "$" if found[0] == "$$" else "7", word)
 
 

@@ -39,6 +39,7 @@ from phalanx._src.compat.stored import *  # noqa: E402
 from phalanx._src.compat.tables import *  # noqa: E402
 from phalanx._src.compat.tracking import *  # noqa: E402
 from phalanx._src.compat.trainer import *  # noqa: E402
+from phalanx._src.compat.undo import *  # noqa: E402
 from phalanx._src.compat.variables import *  # noqa: E402
 
 # Last, because it wraps what the others have wrapped: nothing happens to a variable that exists already.

@@ -83,3 +83,9 @@ def layout_of_shards(variable: Variable) -> jax.sharding.Sharding | None:
     """Returns the sharding of a variable whose devices hold shards; None for one that each device holds whole."""
     layout = layout_of(variable)
     return layout if isinstance(layout, jax.sharding.Sharding) and not layout.is_fully_replicated else None
+
+
+def divided_layout(variable: Variable) -> jax.sharding.Sharding | None:
+    """Returns the sharding of a variable whose shards belong to several processes; None for other variables."""
+    layout = layout_of(variable)
+    return layout if isinstance(layout, jax.sharding.Sharding) and not layout.is_fully_addressable else None

@@ -16,7 +16,8 @@ from phalanx._src.compat.hooks import extend
 from phalanx._src.compat.layouts import layout_path
 from phalanx._src.compat.scope import lift_scope, surrounding_scope
 from phalanx._src.compat.tables import initializer_of, make_table
-from phalanx._src.compat.variables import make_on_demand, transaction
+from phalanx._src.compat.undo import transaction
+from phalanx._src.compat.variables import make_on_demand
 from phalanx.errors import InvalidArgumentError
 from phalanx.typing import PyTree
 

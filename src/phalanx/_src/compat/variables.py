@@ -5,11 +5,9 @@ import functools
 import math
 import sys
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
@@ -19,14 +17,14 @@ import keras
 import numpy as np
 from jax.typing import ArrayLike
 from keras import Variable as Variable  # noqa: PLC0414  (exported)
-from keras.src.backend.common import global_state
 from numpy.typing import DTypeLike
 
 from phalanx._src.compat.facts import facts_of, note_facts
 from phalanx._src.compat.hooks import extend
-from phalanx._src.compat.layouts import layout_of, layout_of_shards
-from phalanx._src.compat.scope import active_scope, lift_scope, surrounding_scope
-from phalanx._src.mesh.arrays import copied, put_shards, put_small, require_fits, spans_processes
+from phalanx._src.compat.layouts import divided_layout, layout_of, layout_of_shards
+from phalanx._src.compat.scope import lift_scope, surrounding_scope
+from phalanx._src.compat.undo import RAW_VALUE, note_old_value
+from phalanx._src.mesh.arrays import copied, put_parts, put_shards, put_small, require_fits, spans_processes
 from phalanx._src.mesh.topology import whole
 from phalanx.errors import PhalanxError, VariableError, shown
 from phalanx.errors.frames import Place, user_place
@@ -47,9 +45,6 @@ def raw_values(variables: Sequence[Variable]) -> list[Any]:
     """Returns the stored arrays of many variables."""
     return list(map(value_of, variables))
 
-
-RAW_VALUE = "_value"
-"""The attribute of a variable in which Keras stores its array."""
 
 value_of = attrgetter(RAW_VALUE)
 """Returns the stored array of a variable, without a call of Python."""
@@ -103,7 +98,7 @@ changes = _Changes()
 
 @dataclass
 class _Hooks:
-    """What the engine has registered for events of variables.
+    """Functions that the engine has registered for events of variables.
 
     Attributes:
       made: functions of each new variable.
@@ -135,43 +130,6 @@ def on_first_read(fill: Callable[[Variable], bool]) -> None:
       fill: stores an array in the variable if it can. Returns whether the array is only for this read, and is then removed.
     """
     _hooks.filling.append(fill)
-
-
-@contextmanager
-def undo_log() -> Iterator[Callable[[], None]]:
-    """Yields a function that undoes every eager assignment made since the context was entered."""
-    log: list[tuple[Variable, Any]] = []
-    previous = global_state.get_global_attribute("phalanx_undo_log")
-    global_state.set_global_attribute("phalanx_undo_log", log)
-
-    def rollback() -> None:
-        # One call of C code, so that no signal handler can interrupt it halfway: Python runs handlers between bytecodes.
-        variables, values = zip(*reversed(log), strict=True) if log else ((), ())
-        deque(map(setattr, variables, repeat(RAW_VALUE), values), maxlen=0)
-
-    try:
-        yield rollback
-    finally:
-        global_state.set_global_attribute("phalanx_undo_log", previous)
-        # An outer log must be able to undo these assignments too.
-        if previous is not None:
-            previous.extend(log)
-
-
-@contextmanager
-def transaction() -> Iterator[None]:
-    """Undoes every eager assignment in the context if an exception leaves it, including one from a signal handler."""
-    with undo_log() as rollback:
-        try:
-            yield
-        except BaseException:
-            rollback()
-            raise
-
-
-def is_undoable() -> bool:
-    """Whether an `undo_log` is open and no Keras scope is."""
-    return global_state.get_global_attribute("phalanx_undo_log") is not None and active_scope() is None
 
 
 _FEW = 1 << 20
@@ -380,12 +338,6 @@ def _assign_directly(original: Callable[..., None], self: Variable, value: Array
         original(self, value)
 
 
-def divided_layout(variable: Variable) -> jax.sharding.Sharding | None:
-    """Returns the sharding of a variable whose shards belong to several processes; None for other variables."""
-    layout = layout_of(variable)
-    return layout if isinstance(layout, jax.sharding.Sharding) and not layout.is_fully_addressable else None
-
-
 @extend(Variable, "__array__")
 def _array(
     original: Callable[..., np.ndarray], self: Variable, dtype: DTypeLike | None = None, copy: bool | None = None
@@ -438,7 +390,7 @@ def _owned(variable: Variable, value: PyTree) -> PyTree:
         part: np.ndarray = copied(value[index])
         return part if part.dtype == dtype else np.asarray(variable._convert_to_tensor(part, dtype=dtype.name))
 
-    return jax.make_array_from_callback(value.shape, layout, shard)
+    return put_parts(value.shape, layout, shard)
 
 
 @extend(Variable, "assign_add")
@@ -500,10 +452,7 @@ def _explain_refusal(variable: Variable, method: str, value: object, error: Exce
 
 @extend(Variable, "_direct_assign")
 def _direct_assign(original: Callable[..., Any], self: Variable, value: object) -> None:
-    log = global_state.get_global_attribute("phalanx_undo_log")
-    # In `__init__` there is no earlier value to restore.
-    if log is not None and "_value" in vars(self):
-        log.append((self, self.value))
+    note_old_value(self)
     original(self, value)
     for hear in _hooks.assigned:
         hear(self)

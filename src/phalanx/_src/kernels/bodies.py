@@ -73,8 +73,7 @@ def _equations(eqn: jex.JaxprEqn, *, is_body: bool) -> list[jex.JaxprEqn]:
 def _is_fast(numbers: lax.ConvDimensionNumbers) -> bool:
     """Whether rows are first and channels last in both arrays, and the kernel has its channels last."""
     lhs_dims, rhs_dims, out_dims = numbers
-    in_order = list(range(len(lhs_dims)))
-    return [*_last(lhs_dims)] == [*_last(out_dims)] == [*_kernel_last(rhs_dims)] == in_order
+    return _last(lhs_dims) == _last(out_dims) == _kernel_last(rhs_dims) == tuple(range(len(lhs_dims)))
 
 
 def _transposed(eqn: jex.JaxprEqn) -> list[jex.JaxprEqn]:

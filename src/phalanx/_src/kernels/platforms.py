@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import jax
+
 _platforms: ContextVar[tuple[str, ...] | None] = ContextVar("platforms", default=None)
 
 
@@ -18,11 +20,11 @@ def compiled_for(platforms: Sequence[str]) -> Iterator[None]:
         _platforms.reset(token)
 
 
-def are_cpus(strategy_platforms: Sequence[str]) -> bool:
+def are_cpus(devices: Sequence[jax.Device]) -> bool:
     """Returns whether the program that is being traced is for CPUs only.
 
     Args:
-      strategy_platforms: platforms of the strategy's devices. They count unless the program is for other processes.
+      devices: the strategy's devices. They count unless the program is for other processes.
     """
-    platforms = _platforms.get() or tuple(strategy_platforms)
+    platforms = _platforms.get() or {device.platform for device in devices}
     return bool(platforms) and all(platform == "cpu" for platform in platforms)

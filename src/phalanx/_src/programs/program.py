@@ -250,8 +250,8 @@ class Program:
         )
         discovery = self._taken_trace(inputs).taking(closed_over)
         run = discovery.evaluate
-        platform_names = {device.platform for device in self._topology.devices} if self._topology.has_devices else ()
-        if platforms.are_cpus(tuple(platform_names)) and bodies.are_of_interest(discovery.jaxpr.jaxpr):
+        devices = self._topology.devices if self._topology.has_devices else ()
+        if platforms.are_cpus(devices) and bodies.are_of_interest(discovery.jaxpr.jaxpr):
             run = functools.partial(bodies.with_fast_convolutions, run)
         outputs = run([*values, *batches], parts, inputs)
         values = outputs.values

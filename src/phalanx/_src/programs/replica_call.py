@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One call of a replica function: the arguments of each replica, the rows that they hold, and what the function returns."""
+"""One call of a replica function: the arguments of each replica, the rows that they hold, and the result."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from phalanx.typing import PyTree
 
 @jax.tree_util.register_static
 class Nest:
-    """What a replica function returned, without its arrays. A pytree without leaves, so that a traced function can return it.
+    """The nest that a replica function returned, without its arrays. A pytree without leaves, so that a traced function can return it.
 
     Args:
       returned: the nest.
@@ -63,7 +63,7 @@ _NUMBERS = (bool, int, float, complex, np.generic)
 
 
 class Returned(NamedTuple):
-    """What one call of a replica function returned.
+    """The result of one call of a replica function.
 
     Args:
       results: its arrays that may differ between replicas, in order.

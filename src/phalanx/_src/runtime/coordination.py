@@ -2,7 +2,7 @@
 """JAX's coordination service outside all workers, and the clients that join one service after another.
 
 `jax.distributed.initialize` starts the service in the process of rank 0, so that nobody survives the end of that process. This file
-has all names that do not belong to JAX's public API. tests/unit/runtime/test_coordination.py checks that they exist, and what they do.
+has all names of processes that do not belong to JAX's public API. tests/unit/runtime/test_coordination.py checks that they exist, and what they do.
 
 As a module (`python -m phalanx._src.runtime.coordination`) it serves: each line of its input is `HOST SIZE ADDRESSES`, or `unix:PATH SIZE`, and
 starts a service for a group of that size, whose processes come from these addresses. Each line of its output is `started ADDRESS`, or says why it has failed. It ends with its input.

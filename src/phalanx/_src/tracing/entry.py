@@ -60,7 +60,7 @@ class Entry:
 
     @property
     def held(self) -> jax.Array:
-        """What this replica holds of the variable."""
+        """The value or the shard that this replica holds."""
         return self.value
 
     def holding(self, value: jax.Array) -> jax.Array:
