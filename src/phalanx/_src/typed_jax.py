@@ -12,6 +12,7 @@ from typing import Protocol, TypeVar, final
 import jax
 from jax import ad_checkpoint, lax
 from jax._src import config
+from jax._src.interpreters import pxla
 from jax.experimental import layout
 from jax.experimental.layout import Layout
 from jax.extend import core as jex
@@ -99,6 +100,9 @@ set_current_trace: Callable[[object], AbstractContextManager[None]] = jex.set_cu
 
 get_opaque_trace_state: Callable[[], object] = jex.get_opaque_trace_state
 """Returns a value that is equal if the current trace is the same."""
+
+batched_device_put: Callable[..., jax.Array] = pxla.batched_device_put
+"""Returns an array, from its description, its sharding, its parts on this process and their devices."""
 
 explicit_transfer: Callable[[], AbstractContextManager[None]] = config.explicit_device_put_scope
 """Returns a context in which `jax.transfer_guard` treats transfers as those of `device_put`. JAX has no public name for it."""

@@ -6,7 +6,6 @@ import keras
 import numpy as np
 import pytest
 from jax.experimental import sparse
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import phalanx
 from phalanx._src.mesh import arrays
@@ -240,38 +239,6 @@ def test_small_arrays_are_copied_to_all_devices(convert):
     assert arrays.put_small(convert(np.int64(3)), whole).dtype == jnp.asarray(np.int64(3)).dtype
     assert [arrays.put_small(x, s) for x, s in [(value, divided), (convert(np.zeros(1 << 15)), whole)]] == [None, None]
     assert arrays.put_small(expected, whole) is None
-
-
-def test_arrays_on_their_devices_are_not_put_again(strategy, monkeypatch):
-    """Nor are arrays of NumPy put by `device_put`, which takes three times as long. A guard of transfers allows them."""
-    devices = strategy.topology.devices
-    own = NamedSharding(Mesh(np.array(devices), ("mine",)), PartitionSpec())
-    here = {"array": jnp.arange(6.0) + 1, "key": jax.random.key(3)}
-    here = here if len(devices) == 1 else jax.device_put(here, own)
-    host = {"numbers": np.arange(4.0), "scalar": np.array(True), "empty": np.zeros((0, 2), "int8")}
-    with monkeypatch.context() as patch, jax.transfer_guard("disallow"):
-        patch.delattr(jax, "device_put")
-        placed = strategy.topology.put_replicated(here | host)
-    for name, value in (here | host).items():
-        assert placed[name].sharding == strategy.topology.replicated
-        assert placed[name].dtype == jnp.asarray(value).dtype
-        assert (placed[name] == value).all()
-    assert first_address(placed["array"]) == first_address(here["array"])
-
-
-def first_address(array):
-    return array.addressable_shards[0].data.unsafe_buffer_pointer()
-
-
-def test_arrays_that_keep_what_jax_knows_of_them(strategy):
-    """A weak type, and the message of a deleted array; and an array on another device moves."""
-    put = strategy.topology.put_replicated
-    assert put(jnp.asarray(2.0)).weak_type
-    assert put(jax.device_put(np.ones(3), jax.devices()[3])).sharding == strategy.topology.replicated
-    gone = jnp.ones(3)
-    gone.delete()
-    with pytest.raises(RuntimeError, match="Array has been deleted"):
-        put(gone)
 
 
 def test_arrays_of_the_caller_are_not_donated(strategy):

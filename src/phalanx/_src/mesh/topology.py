@@ -17,10 +17,11 @@ from typing_extensions import override
 
 from phalanx._src.cluster.watch import membership, watch
 from phalanx._src.cluster.watch.agreement import READ
-from phalanx._src.mesh.arrays import flattened, is_on_cpu, put_parts, put_shards, put_whole
+from phalanx._src.mesh.arrays import flattened, is_on_cpu, put_shards
 from phalanx._src.mesh.devices import device_name, parse_devices, require_one_platform, require_threads, summary_of
 from phalanx._src.mesh.layout import REPLICA_AXIS, AbstractLayout
 from phalanx._src.mesh.memory import Pool
+from phalanx._src.mesh.placing import Placer
 from phalanx._src.mesh.requirements import MODEL_AXIS, digests_of, require_axes, require_equal_digests, require_own_rows
 from phalanx._src.mesh.shares import Shares
 from phalanx._src.runtime.dispatch import Turn, process_dispatching, raise_again
@@ -259,20 +260,23 @@ class Topology:
         if self.num_workers == 1 and isinstance(local, jax.Array):
             placed: jax.Array = jax.device_put(local, self.per_replica)
             return placed
-        first = self.local_replicas.start
+        return self._rows.put(np.asarray(local), (self.num_replicas, *local.shape[1:]))
 
-        def own(index: Any) -> jax.Array | np.ndarray:
-            start, stop, _ = index[0].indices(self.num_replicas)
-            return local[start - first : stop - first]
-
-        return put_parts((self.num_replicas, *local.shape[1:]), self.per_replica, own)
+    @cached_property
+    def _rows(self) -> Placer:
+        places = [range(len(self.local_devices_of(replica))) for replica in self.local_replicas]
+        return Placer(
+            self.per_replica, self.devices_here, [slice(i, i + 1) for i, place in enumerate(places) for _ in place]
+        )
 
     def put_replicated(self, tree: PyTree) -> PyTree:
         """Replicates a pytree of arrays on all devices. All processes must pass the same values."""
-        if self.num_workers > 1:
-            return jax.tree.map(self._put_on_local_devices, tree)
         leaves, structure = flattened(tree)
-        return structure.unflatten(put_whole(leaves, self.replicated))
+        return structure.unflatten(map(self._whole.put_whole, leaves))
+
+    @cached_property
+    def _whole(self) -> Placer:
+        return Placer(self.replicated, self.devices_here, [...] * len(self.devices_here))
 
     def take_back(self, values: Sequence[jax.Array]) -> list[jax.Array]:
         """Replicates arrays, which other devices hold whole, on these devices. Reuses copies that are already here."""
@@ -280,13 +284,6 @@ class Topology:
         nearest = [min(x.addressable_shards, key=lambda s: s.device not in at_home).data for x in values]
         taken: list[jax.Array] = jax.device_put(nearest, self.replicated)
         return taken
-
-    def _put_on_local_devices(self, value: ArrayLike) -> jax.Array:
-        # `device_put` would communicate with the other processes, to compare the values.
-        if isinstance(value, jax.Array) and value.sharding == self.replicated:
-            return value
-        parts = [jax.device_put(value, device) for device in self.devices_here]
-        return jax.make_array_from_single_device_arrays(np.shape(value), self.replicated, parts)
 
     def from_chief(self, values: list[Any]) -> list[Any]:
         """Broadcasts arrays from the first worker to all workers. All workers must call it, in their main threads."""
