@@ -61,7 +61,7 @@ class Placer:
         # Not a masked array, which `device_put` refuses.
         if type(value) is np.ndarray:
             return self.put(value, value.shape)
-        here = self._as_it_lies(value)
+        here = self._unmoved(value)
         if here is not None:
             return here
         if self._sharding.is_fully_addressable:
@@ -71,16 +71,16 @@ class Placer:
         parts = [jax.device_put(value, device) for device in self._devices]
         return jax.make_array_from_single_device_arrays(np.shape(value), self._sharding, parts)
 
-    def _as_it_lies(self, value: object) -> jax.Array | None:
+    def _unmoved(self, value: object) -> jax.Array | None:
         """Returns an array that all devices hold whole, with this sharding. None for any other value."""
         if not isinstance(value, jax.Array) or isinstance(value, jax.core.Tracer) or value.is_deleted():
             return None
-        actual, wanted = value.sharding, self._sharding
-        if actual == wanted:
+        actual, sharding = value.sharding, self._sharding
+        if actual == sharding:
             return value
-        is_there = actual.device_set == wanted.device_set and actual.memory_kind == wanted.memory_kind
+        is_there = actual.device_set == sharding.device_set and actual.memory_kind == sharding.memory_kind
         # The result would have no weak type. Keys never have one.
         if not is_there or not value.is_fully_replicated or getattr(value, "weak_type", False):
             return None
         parts = [value] if len(actual.device_set) == 1 else [shard.data for shard in value.addressable_shards]
-        return jax.make_array_from_single_device_arrays(value.shape, wanted, parts)
+        return jax.make_array_from_single_device_arrays(value.shape, sharding, parts)

@@ -264,10 +264,8 @@ class Topology:
 
     @cached_property
     def _rows(self) -> Placer:
-        places = [range(len(self.local_devices_of(replica))) for replica in self.local_replicas]
-        return Placer(
-            self.per_replica, self.devices_here, [slice(i, i + 1) for i, place in enumerate(places) for _ in place]
-        )
+        rows = [i for i, replica in enumerate(self.local_replicas) for _ in self.local_devices_of(replica)]
+        return Placer(self.per_replica, self.devices_here, [slice(i, i + 1) for i in rows])
 
     def put_replicated(self, tree: PyTree) -> PyTree:
         """Replicates a pytree of arrays on all devices. All processes must pass the same values."""
