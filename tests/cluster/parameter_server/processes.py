@@ -98,12 +98,14 @@ DIVIDED = {"workers": 1, "ps": 2, "variable_partitioner": divide_long}
 @contextmanager
 def process(*command, cwd=HERE, **environment):
     """A Python process, ended with all that descend from it; its errors go to a file. What is None leaves the environment."""
+    from tests import forks  # Programs that import this module do not find it.
+
     with tempfile.TemporaryFile("w+") as log, tempfile.TemporaryDirectory() as logs_of_tpus:
         # Ray shows the logs of TPUs, which other programs may have left in the folder for temporary files.
         given = {"PHALANX_CPU_DEVICES": "1", "JAX_PLATFORMS": "cpu", "TPU_LOG_DIR": logs_of_tpus, **environment}
         given = {k: v for k, v in {**os.environ, "NPROC": None, "TF_CONFIG": None, **given}.items() if v is not None}
         pipe = subprocess.PIPE
-        one = subprocess.Popen(
+        one = forks.Popen(
             [sys.executable, *map(str, command)], env=given, stdin=pipe, stdout=pipe, stderr=log, text=True, cwd=cwd
         )
         one.log = log
