@@ -42,6 +42,15 @@ def leaked():
     return run(lambda: phalanx.nn.scale_regularization_loss(kept[0]))
 
 
+def minimize(optimizer):
+    run(lambda: optimizer.minimize(lambda: 0.0, []))
+
+
+def attention():
+    query = keras.ops.ones((2, 4, 1, 8), "float16")
+    return keras.ops.dot_product_attention(query, query, query)
+
+
 def foreign(folder):
     (folder / "model.ckpt.index").write_bytes(b"x")
     (folder / "checkpoint").write_text('model_checkpoint_path: "model.ckpt"')
@@ -84,6 +93,8 @@ ERRORS = {
         lambda _: run(lambda: phalanx.nn.compute_average_loss(keras.ops.ones(2), global_batch_size=-1)),
     ),
     "a value of another trace": (TraceError, "return the value from the step", lambda _: leaked()),
+    "minimize in a step": (TraceError, "phalanx.value_and_grad", lambda _: minimize(optimizer()[1])),
+    "attention in float16 on a CPU": (TraceError, 'dtype="bfloat16"', lambda _: run(attention)),
     "local updates by name": (
         InvalidArgumentError,
         "DiLoCo",

@@ -2,8 +2,10 @@
 """Callbacks: a check that replicas are in sync, the base of callbacks that count batches, and those that have a state."""
 
 import hashlib
+import os
+import stat
 from collections.abc import Sequence
-from typing import TypeAlias, final
+from typing import TextIO, TypeAlias, final
 
 import keras
 import numpy as np
@@ -41,6 +43,18 @@ def _is_of_library(callback: keras.callbacks.Callback) -> bool:
     """Whether a callback is one of Keras or Phalanx, and does not call functions of the user."""
     is_known = type(callback).__module__.partition(".")[0] in ("keras", "phalanx")
     return is_known and not isinstance(callback, (keras.callbacks.LambdaCallback, keras.callbacks.CallbackList))
+
+
+def fills_log(stream: TextIO, *, has_peers: bool) -> bool:
+    """Whether a progress bar would fill a log: a file, or anything but a terminal if several processes write to it.
+
+    A notebook is neither a file nor a terminal, and shows the progress bar of one process.
+    """
+    try:
+        is_file = stat.S_ISREG(os.fstat(stream.fileno()).st_mode)
+    except (AttributeError, OSError, ValueError):  # Any object with `write` may be the standard output.
+        is_file = False
+    return is_file or (has_peers and not stream.isatty())
 
 
 class BatchCounter(keras.callbacks.Callback):

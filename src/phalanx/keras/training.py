@@ -32,7 +32,7 @@ from phalanx.errors import ContextError, InvalidArgumentError, MissingDependency
 from phalanx.keras import predictions, steps
 from phalanx.keras.agreement import settle_epoch, stops
 from phalanx.keras.backup import BackupAndRestore, FitProgress, informed
-from phalanx.keras.callbacks import Callbacks, runs_user_code
+from phalanx.keras.callbacks import Callbacks, fills_log, runs_user_code
 from phalanx.keras.data import EpochData, steps_in
 from phalanx.keras.handover import WRITERS, Marks, Run, require_whole_weights
 from phalanx.keras.programs import ReplicaStep, StepProgram, is_single
@@ -465,9 +465,8 @@ class ModelTrainer:
         self._hears_batches = compat.listens(user_callbacks, "train", "end")
         if not self._topology.is_chief:
             user_callbacks, verbose = [c for c in user_callbacks if not isinstance(c, WRITERS)], 0
-        if self._has_peers and verbose == "auto" and not sys.stdout.isatty():
-            # A progress bar would fill a log file. 2 prints one line per epoch.
-            verbose = 2
+        if verbose == "auto" and fills_log(sys.stdout, has_peers=self._has_peers):
+            verbose = 2  # One line per epoch.
         hooks = callbacks
         if not isinstance(hooks, CallbackList):
             hooks = CallbackList(

@@ -1,6 +1,8 @@
 """`fit`, `evaluate` and `predict` of what is special, against Keras's own trainer on one device. Models of all kinds: the law of `fit`."""
 
 import gc
+import io
+import sys
 import weakref
 
 import keras
@@ -97,6 +99,19 @@ def test_rows_of_64_bits_build_a_model_without_a_warning(strategy, call):
     model = under(strategy, compiled(lambda: keras.Sequential([layers.Dense(4)]), metrics=["accuracy"]))
     call(model, X[:16].astype("float64"), Y[:16].astype("int64"))
     assert {v.dtype for v in model.trainable_variables} == {"float32"}
+
+
+def test_output_in_a_file_has_no_progress_bar(strategy, tmp_path, monkeypatch):
+    """A line per epoch, as in the log of several processes. What is neither a file nor a terminal, as a notebook, has the bar."""
+    written = {}
+    for name, stream in (("file", (tmp_path / "log").open("w+")), ("notebook", io.StringIO())):
+        with stream, monkeypatch.context() as patch:
+            patch.setattr(sys, "stdout", stream)
+            under(strategy, compiled()).fit(X[:16], Y[:16])
+            stream.seek(0)
+            written[name] = stream.read()
+    assert "loss" in written["file"]
+    assert ("\b" in written["file"], "\b" in written["notebook"]) == (False, True)
 
 
 def test_dropped_model_is_freed(strategy, tmp_path):

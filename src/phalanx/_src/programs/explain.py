@@ -113,6 +113,18 @@ def _explanation(error: Exception, *, prints: bool) -> TraceError | None:
             "the array has no value yet, because the function is traced once and compiled.",
             "return the array from the step, and call float(x) or np.asarray(x) outside",
         )
+    if isinstance(error, AttributeError) and error.name == "minimize" and isinstance(error.obj, keras.Optimizer):
+        return TraceError(
+            f"{type(error.obj).__name__}.minimize in a traced function{at}",
+            "optimizers of Keras 3 have no such method.",
+            "loss, gradients = phalanx.value_and_grad(loss_fn, variables)(), then optimizer.apply(gradients, variables)",
+        )
+    if isinstance(error, ValueError) and "is not supported by dot_general on CPU" in str(error):
+        return TraceError(
+            f"a product of float16 arrays, such as attention, in a program for CPUs{at}",
+            "XLA has no such product for CPUs.",
+            'dtype="bfloat16", or keras.mixed_precision.set_global_policy("mixed_bfloat16")',
+        )
     if isinstance(error, (TypeError, IndexError, ValueError)) and _OF_TRACERS.search(str(error)):
         return TraceError(
             f"a shape, or the bound of a slice, that depends on the values of an array in a traced function{at}",
