@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The event files of TensorBoard, with values in the form of tf.summary."""
 
+import contextlib
 import glob
 import importlib.util
 import io
@@ -15,6 +16,7 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
+from phalanx._src.checkpoint.untrusted import is_data
 from phalanx._src.tracing.records import Record
 from phalanx.summary.steps import Step
 
@@ -184,20 +186,21 @@ _KINDS: dict[str, tuple[str, bytes, Callable[[Any, Any], object]]] = {
 
 
 def scalars_in(pattern: str) -> dict[int, dict[str, float]]:
-    """Returns the scalars of the event files that match a pattern, by step and tag. Ignores an incomplete last record."""
+    """Returns the scalars of the event files that match a pattern, by step and tag. Ignores what is damaged or incomplete."""
     scalars: dict[int, dict[str, float]] = {}
-    for path in sorted(glob.glob(pattern)):
-        for event in _events_of(Path(path).read_bytes()):
+    for path in filter(is_data, map(Path, sorted(glob.glob(pattern)))):
+        for event in _events_of(path.read_bytes()):
             for value in event.summary.value:
-                if value.metadata.plugin_data.plugin_name == "scalars":
-                    (number,) = np.frombuffer(value.tensor.tensor_content, np.float32)
-                    scalars.setdefault(event.step, {})[value.tag] = float(number)
+                content = value.tensor.tensor_content
+                if value.metadata.plugin_data.plugin_name == "scalars" and len(content) == np.float32().nbytes:
+                    scalars.setdefault(event.step, {})[value.tag] = float(np.frombuffer(content, np.float32)[0])
     # Files are sorted by name and not by step: a training run that was restarted has several.
     return dict(sorted(scalars.items()))
 
 
 def _events_of(data: bytes) -> Iterator[Any]:
     """Yields the events of a file: a length of 8 bytes, its checksum of 4, the event, and the checksum of 4 of the event."""
+    from google.protobuf.message import DecodeError
     from tensorboardX.proto.event_pb2 import Event
 
     at = 0
@@ -206,5 +209,6 @@ def _events_of(data: bytes) -> Iterator[Any]:
         size = int.from_bytes(data[at : at + 8], "little")
         if at + size + 16 > len(data):
             return
-        yield Event.FromString(data[at + 12 : at + 12 + size])
+        with contextlib.suppress(DecodeError):
+            yield Event.FromString(data[at + 12 : at + 12 + size])
         at += size + 16

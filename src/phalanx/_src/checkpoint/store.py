@@ -29,6 +29,7 @@ from safetensors.numpy import save_file
 
 from phalanx._src.checkpoint import shards, sums, text
 from phalanx._src.checkpoint.shards import Box, Division
+from phalanx._src.checkpoint.untrusted import bytes_on_disk, is_of_holes
 from phalanx.errors import CheckpointError
 
 SUFFIX = ".safetensors"
@@ -36,8 +37,6 @@ OLD_FORMAT, _FORMAT = "phalanx-checkpoint-1", "phalanx-checkpoint-2"
 _BEFORE_SUM = b'{"__metadata__": {"sum": "'
 _NO_SUM = b"0" * 8
 _SHOWN = 200
-_LARGE, _MOST_HOLES = 200_000_000, 100
-"""From which size on a file must have been written, and at least which part of it: file systems that compress store less than all."""
 
 _DTYPES = {
     "BOOL": "bool",
@@ -210,11 +209,6 @@ def _refuse_write(file: Path, error: Exception) -> CheckpointError:
     )
 
 
-def _bytes_on_disk(file: Path) -> int:
-    """Returns how many bytes of a file are stored. The rest are holes, which read as zeros."""
-    return 512 * file.stat().st_blocks
-
-
 def _opened(file: Path) -> Any:  # The library does not tell the types of its methods.
     return safe_open(file, "numpy")
 
@@ -234,7 +228,8 @@ class CheckpointFile:
         if not _is_file(self.file):
             problem, hint = _foreign(path_of(self.file)) or ("there is no such file", _nearest(self.file))
             raise CheckpointError(f"the checkpoint {_short(self.file)}", f"{problem}.", hint)
-        if (size := self.file.stat().st_size) > _LARGE and (stored := _bytes_on_disk(self.file)) * _MOST_HOLES < size:
+        if is_of_holes(self.file):
+            size, stored = self.file.stat().st_size, bytes_on_disk(self.file)
             raise CheckpointError(
                 f"the checkpoint {_short(self.file)}",
                 f"of its {size} bytes, only {stored} were ever written. The others would be zeros that fill the memory.",

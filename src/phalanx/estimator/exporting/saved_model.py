@@ -14,6 +14,7 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from phalanx import feature_column
+from phalanx._src.checkpoint.untrusted import is_data
 from phalanx.errors import CheckpointError, InputError, MissingDependencyError, arguments
 from phalanx.estimator.export import is_text
 from phalanx.estimator.exporting.operations import refused_operation
@@ -46,6 +47,9 @@ class SavedModel:
 
         path = Path(folder)
         try:
+            for name in (SIGNATURE, VARIABLES, PROGRAM):
+                if not is_data(path / name):
+                    raise ValueError(f"{name} is missing, or no file with data")
             self.signature: dict[str, Any] = json.loads((path / SIGNATURE).read_text())
             self._variables = load_file(path / VARIABLES)
             # Compiled at the first prediction: JAX exports a portable program (StableHLO), not machine code.
