@@ -146,6 +146,36 @@ def test_rules_over_both_axes():
     assert_like_keras([*model.variables, *optimizer.variables], adam)
 
 
+def test_auto_layout_trains_as_one_device():
+    """Its kernels are divided over both axes. The rules that it prints do the same."""
+
+    def trained(strategy):
+        keras.utils.set_random_seed(3)
+        with strategy.scope():
+            x = keras.Input((4, 64))
+            h = keras.layers.MultiHeadAttention(2, 32, name="attention")(x, x)
+            h = keras.layers.Dense(64, name="contract")(keras.layers.Dense(128, activation="tanh", name="expand")(h))
+            model = keras.Model(x, h, name="net")
+            model.compile(keras.optimizers.Adam(1e-3), "mse")
+        x = np.random.default_rng(1).normal(size=(11, 4, 64)).astype("float32")
+        return model, model.fit(x, x, batch_size=4, epochs=2, shuffle=False, verbose=0).history["loss"]
+
+    def specs_of(model):
+        return {v.path: v.value.sharding.spec for v in model.trainable_variables}
+
+    strategy = with_rules("auto")
+    model, losses = trained(strategy)
+    specs = specs_of(model)
+    assert specs["expand/kernel"] == P("replica", "model")
+    assert specs["attention/query/kernel"] == P("replica", "model")
+    whole, expected = trained(phalanx.OneDeviceStrategy(DEVICES[0]))
+    np.testing.assert_allclose(losses, expected, rtol=1e-5)
+    for v, w in zip(model.get_weights(), whole.get_weights(), strict=True):
+        np.testing.assert_allclose(v, w, rtol=1e-4, atol=1e-5)
+    again = with_rules(strategy.topology.layout.rules()).topology
+    assert {v.path: again.sharding_of(v.path, v.shape).spec for v in model.trainable_variables} == specs
+
+
 def test_rule_without_a_variable():
     """Is an error at the first step that trains, not before: variables may be made late."""
     strategy = with_rules({"net/fjrst/kernel": (None, "model")})

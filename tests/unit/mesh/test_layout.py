@@ -84,8 +84,12 @@ def test_layout_map_of_keras():
 @pytest.mark.parametrize(
     ("layout", "message"),
     [
-        (phalanx.fully_sharded, r"fully_sharded\(\).\nHINT: layout=phalanx.fully_sharded\(\)$"),
-        (5, r"layout=5: must be a keras.distribution.LayoutMap, a dict, or fully_sharded\(\).\nHINT: layout=\{"),
+        (phalanx.fully_sharded, r"fully_sharded\(\), or .*\nHINT: layout=phalanx.fully_sharded\(\)$"),
+        (
+            5,
+            r'layout=5: must be a keras.distribution.LayoutMap, a dict, fully_sharded\(\), or "auto".\nHINT: layout=\{',
+        ),
+        ("automatic", r"layout='automatic': must be .*\nHINT: layout=\{"),
         ({"(": ("model",)}, r"the pattern '\(' of a layout: is not a regular expression: .*\nHINT"),
         ({"a": "model"}, r"the rule 'a': 'model': must have one axis or None per dim"),
         ({"a": (1,)}, r"the rule 'a': \(1,\): must have one axis"),
@@ -136,6 +140,56 @@ def test_rule_without_a_variable():
     layout.spec("v", (4,), SIZES)
     layout.require_used()
     phalanx.fully_sharded().require_used()
+
+
+@pytest.mark.parametrize(
+    ("path", "shape", "spec"),
+    [
+        ("net/expand/kernel", (64, 256), P("replica", "model")),
+        ("net/contract/kernel", (256, 64), P("model", "replica")),
+        ("net/square/kernel", (64, 64), P("replica", "model")),
+        ("net/attention/query/kernel", (64, 2, 32), P("replica", "model")),
+        ("net/attention/attention_output/kernel", (2, 32, 64), P("model", None, "replica")),
+        ("net/convolution/kernel", (4, 64, 64), P(None, "replica", "model")),
+        ("net/odd/kernel", (63, 66), P(None, "model")),
+        ("net/prime/kernel", (67, 67), P()),
+        ("net/norm/gamma", (64,), P()),
+        ("net/table/embeddings", (5000,), P("model")),
+        ("net/empty", (0, 8), P()),
+    ],
+)
+def test_auto_layout_shards_by_shape(path, shape, spec):
+    """Over both axes, if two dims can be divided. The axis of the model gets what layers in a row share."""
+    assert layout_of("auto").spec(path, shape, {"replica": 2, "model": 2}) == spec
+
+
+def test_auto_layout_without_a_model_axis():
+    assert layout_of("auto").spec("v", (64, 256), {"replica": 4}) == P(None, "replica")
+    assert layout_of("auto").spec("v", (64, 256), {"replica": 1, "model": 2}) == P(None, "model")
+
+
+def test_auto_layout_as_rules(caplog):
+    """The rules that it prints shard each variable alike: layers in a row have one, unless one of them differs."""
+    sizes = {"replica": 2, "model": 2}
+    shapes = {
+        **{f"net/dense{end}/kernel": (64, 256) for end in ("", "_1", "_12")},
+        **{f"net/dense{end}/bias": (256,) for end in ("", "_1", "_12")},
+        "net/head_1/kernel": (64, 256),
+        "net/head_2/kernel": (256, 64),
+        "net/a_1/x": (64, 64),
+        "net/a_1_2/x": (64, 64),
+        "net/v.1": (64, 64),
+        "net/v11": (4,),
+    }
+    layout = layout_of("auto")
+    specs = {path: layout.spec(path, shape, sizes) for path, shape in shapes.items()}
+    rules = layout.rules()
+    assert rules[r"net/dense(_\d+)?/kernel"] == rules["net/head_1/kernel"] == rules["net/a_1/x"] == ("replica", "model")
+    assert {path: layout_of(rules).spec(path, shape, sizes) for path, shape in shapes.items()} == specs
+    with caplog.at_level("INFO", "phalanx"):
+        layout.require_used()
+        layout.require_used()
+    assert [r.message for r in caplog.records] == [f"layout='auto' shards 8 variables, as layout={rules} does"]
 
 
 @pytest.mark.parametrize("min_size", [0, -1, 1.5, True])

@@ -12,6 +12,7 @@ from typing import Any, Literal, TypeAlias, final
 from jax.sharding import PartitionSpec
 from typing_extensions import override
 
+from phalanx._src.runtime.notes import note
 from phalanx._src.typed_jax import partition_spec
 from phalanx.errors import InvalidArgumentError, arguments, shown
 
@@ -26,6 +27,12 @@ Sizes = Mapping[str, int]
 
 _MANY_BYTES = 1 << 30
 """The size of gathered variables from which a device should not hold all of them. Gathering twice in a step costs time."""
+
+_MIN_SIZE = 4096
+"""The number of elements from which on a variable is sharded."""
+
+_NUMBER = r"_\d+(?=/|$)"
+"""The number that Keras appends to the name of a further layer."""
 
 _RULES = 'layout={".*dense.*kernel": (None, "model")}'
 
@@ -87,8 +94,8 @@ class AbstractLayout(ABC):
             )
 
 
-LayoutLike: TypeAlias = AbstractLayout | Mapping[str, Any] | None
-"""The argument `layout` of a strategy: a layout, a mapping from patterns of paths to rules, or None."""
+LayoutLike: TypeAlias = AbstractLayout | Mapping[str, Any] | Literal["auto"] | None
+"""The argument `layout` of a strategy: a layout, a mapping from patterns of paths to rules, "auto", or None."""
 
 
 @arguments.typed()
@@ -107,7 +114,7 @@ class FullySharded(AbstractLayout):
     """
 
     axis: str = REPLICA_AXIS
-    min_size: int = 4096
+    min_size: int = _MIN_SIZE
     gather: Literal["layer", "step"] | None = None
 
     def __post_init__(self) -> None:
@@ -144,7 +151,7 @@ class FullySharded(AbstractLayout):
 
 
 def fully_sharded(
-    axis: str = REPLICA_AXIS, min_size: int = 4096, *, gather: Literal["layer", "step"] | None = None
+    axis: str = REPLICA_AXIS, min_size: int = _MIN_SIZE, *, gather: Literal["layer", "step"] | None = None
 ) -> FullySharded:
     """Returns a layout that shards every large variable and its optimizer slots over one axis.
 
@@ -176,6 +183,67 @@ def fully_sharded(
       (32, 64)
     """
     return FullySharded(axis, min_size, gather)
+
+
+@final
+class ShapeRules(AbstractLayout):
+    """Shards every large variable over all axes of a mesh, along dims that its shape decides. Prints the rules that say the same."""
+
+    def __init__(self) -> None:
+        self._specs: dict[str, PartitionSpec] = {}
+        self._is_told = False
+
+    @property
+    @override
+    def axes(self) -> frozenset[str]:
+        return frozenset({REPLICA_AXIS})
+
+    @override
+    def spec(self, path: str, shape: tuple[int, ...], sizes: Sizes) -> PartitionSpec:
+        names: list[str | None] = [None] * len(shape)
+        # The axes of the model come first: it matters more which dim they get. Replicas gather along any.
+        for axis in sorted(sizes, key=REPLICA_AXIS.__eq__):
+            dims = [i for i, n in enumerate(shape) if names[i] is None and n % sizes[axis] == 0]
+            if sizes[axis] > 1 and dims and math.prod(shape) >= _MIN_SIZE:
+                of_heads = axis != REPLICA_AXIS and len(shape) > 2 and "attention" in path  # noqa: PLR2004
+                names[min(dims, key=shape.__getitem__) if of_heads else max(dims, key=lambda i: (shape[i], i))] = axis
+        while names and names[-1] is None:
+            names.pop()
+        self._specs[path] = partition_spec(*names)
+        return self._specs[path]
+
+    @override
+    def require_used(self) -> None:
+        """Prints the rules, once."""
+        if not self._is_told:
+            self._is_told = True
+            count = sum(spec != partition_spec() for spec in self._specs.values())
+            note(f"layout='auto' shards {count} variables, as layout={self.rules()} does")
+
+    def rules(self) -> dict[str, tuple[Any, ...]]:
+        """Returns rules for paths that shard the variables alike. Layers that differ in their numbers have one, if they are sharded alike."""
+        layers: dict[str, list[str]] = {}
+        for path in self._specs:
+            layers.setdefault(re.sub(_NUMBER, "", path), []).append(path)
+        rules: dict[str, tuple[Any, ...]] = {}
+        for paths in layers.values():
+            pattern = _pattern_of(paths)
+            specs = {self._specs[path] for path in self._specs if re.fullmatch(pattern, path)}
+            alike = [pattern] if len(paths) > 1 and len(specs) == 1 else map(re.escape, paths)
+            rules |= {name: tuple(self._specs[path]) for name, path in zip(alike, paths, strict=False)}
+        return {name: rule for name, rule in rules.items() if rule}
+
+    def __repr__(self) -> str:
+        return "'auto'"
+
+
+def _pattern_of(paths: Sequence[str]) -> str:
+    """Returns a pattern for the paths of layers that differ in their numbers."""
+    parts = zip(*(path.split("/") for path in paths), strict=True)
+    return "/".join(
+        re.escape(part[0]) if len(set(part)) == 1 else re.escape(re.sub(_NUMBER, "", part[0])) + r"(_\d+)?"
+        for part in parts
+    )
 
 
 @final
@@ -261,10 +329,12 @@ def layout_of(layout: LayoutLike) -> AbstractLayout | None:
     """
     if layout is None or isinstance(layout, AbstractLayout):
         return layout
+    if layout == "auto":
+        return ShapeRules()
     if not isinstance(layout, Mapping):
         raise InvalidArgumentError(
             f"layout={shown(layout)}",
-            "must be a keras.distribution.LayoutMap, a dict, or fully_sharded().",
+            'must be a keras.distribution.LayoutMap, a dict, fully_sharded(), or "auto".',
             "layout=phalanx.fully_sharded()" if layout is fully_sharded else _RULES,
         )
     return PathRules(layout)

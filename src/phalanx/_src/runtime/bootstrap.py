@@ -275,8 +275,8 @@ def _initialize(roll: Roll, rank: int, timeout_s: float) -> None:
         raise StartupError(
             f"rank {rank} of {len(roll.addresses)} processes",
             f"JAX can no longer join the cluster: {e}",
-            "create the strategy at the top of the script, before the first array or optimizer: "
-            "DiLoCo(outer_optimizer=lambda: keras.optimizers.SGD(0.7))",
+            "create the strategy at the top of the script, before the first array, model or optimizer "
+            "(DiLoCo takes a function: outer_optimizer=lambda: keras.optimizers.SGD(0.7))",
         ) from e
 
 

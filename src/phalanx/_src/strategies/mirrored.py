@@ -29,8 +29,8 @@ class MirroredStrategy(SynchronousStrategy):
       model_axis: name and size of a mesh axis over which XLA partitions each replica. With `("model", 2)`, four devices
         form two replicas of two devices.
       layout: which variables are sharded over which mesh axes: a `keras.distribution.LayoutMap`, a dict from variable
-        path to axes, or `fully_sharded()`. Every device holds a copy of all other variables. Optimizer slots are sharded
-        like their variables.
+        path to axes, `fully_sharded()`, or "auto": large variables over all axes, by their shapes. Every device holds a copy of all
+        other variables. Optimizer slots are sharded like their variables.
       local_updates: `LocalSGD` or `DiLoCo` of `phalanx.experimental`: replicas train separately for some steps. None aggregates
         gradients at every step.
       replica_weights: one number per replica, for devices of different speed: its share of each global batch is proportional to it.
