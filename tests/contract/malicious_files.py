@@ -14,6 +14,7 @@ import struct
 import sys
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path
 
 KINDS = ("checkpoint", "export", "weights", "model", "summaries")
@@ -174,7 +175,7 @@ def zip_changed(chance, path):
     try:
         with zipfile.ZipFile(path) as archive:
             members = {name: archive.read(name) for name in archive.namelist()}
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
+    except (zipfile.BadZipFile, zlib.error, OSError, ValueError, NotImplementedError):
         return
     if not members:
         return
