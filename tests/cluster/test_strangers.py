@@ -1,7 +1,6 @@
 """Strangers at every port of a running job: the job goes on, and its result is right."""
 
 import os
-import re
 import resource
 import socket
 import sys
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from launching import RUN, end_of, script, started
+from strangers import ports_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads the ports of a process from /proc")
 
@@ -47,23 +47,6 @@ GARBAGE = (
     b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\xff" * 1000,
     os.urandom(1 << 16),
 )
-
-
-def ports_of(process):
-    """The addresses and TCP ports at which a process listens."""
-    inodes = set()
-    for entry in Path(f"/proc/{process}/fd").iterdir():
-        with suppress(OSError):
-            inodes.update(re.findall(r"^socket:\[(\d+)\]$", os.readlink(entry)))
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{process}/net/{table}").read_text().splitlines()[1:]:
-            _, local, _, state, *_, inode = line.split()[:10]
-            if state == "0A" and inode in inodes:
-                address, port = local.split(":")
-                # The kernel writes the four bytes backwards, also at the end of an address of IPv6.
-                found.add((socket.inet_ntoa(bytes.fromhex(address)[:-5:-1]), int(port, 16)))
-    return found
 
 
 def disturb(address, crowd):
