@@ -195,8 +195,9 @@ class Job:
         self.trainers = 1 if kind in ("servers", "tasks") else 2
 
     def _read(self, process):
-        for line in process.stdout:
-            self.out += line
+        with process.stdout:
+            for line in process.stdout:
+                self.out += line
 
     def _end(self, process):
         for pid in self.family([process]):
@@ -319,8 +320,9 @@ class Stranger:
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self):
-        for line in self.process.stdout:
-            self.out += line
+        with self.process.stdout:
+            for line in self.process.stdout:
+                self.out += line
 
     @property
     def been_at(self):
