@@ -92,13 +92,22 @@ ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FL
 }
 
 
-def start_service(server):
-    """Returns the address of a new service."""
-    server.stdin.write("127.0.0.1 2\n")
+def start_service(server, *machines):
+    """Returns the address of a new service, which admits only these machines, if there are any."""
+    server.stdin.write(" ".join(["127.0.0.1 2", *machines]) + "\n")
     server.stdin.flush()
     word, address = server.stdout.readline().split()
     assert word == "started"
     return address
+
+
+def is_admitted(machine, service):
+    """Whether a connection to a service gets an answer if it comes from an address, which stands for a machine."""
+    host, port = service.split(":")
+    with socket.socket() as client:
+        client.bind((machine, 0))
+        client.settimeout(0.3)
+        return client.connect_ex((host, int(port))) == 0
 
 
 def test_private_names_exist():
@@ -125,7 +134,7 @@ def test_two_groups_one_after_the_other(tmp_path):
     """Two processes join a service, leave it, join another one, and are alone in the end.
 
     In each group, one shares bytes with the other. Each keeps what it has compiled. A service that cannot listen says so, and the
-    next one starts.
+    next one starts. One that knows the machines of its group gives strangers from other machines no answer.
     """
     environment = ENVIRONMENT | {
         "PHALANX_CPU_DEVICES": "1",
@@ -161,6 +170,9 @@ def test_two_groups_one_after_the_other(tmp_path):
             told = f"{rank} 2 2 2 True { {f'127.0.0.{rank + 2}'} }"
             assert lines == [told, told, "1 1"]
         assert all(list((tmp_path / "compiled").glob(f"jit_double_{rank}-*")) for rank in range(2))
+        if sys.platform == "linux":  # Filters of sockets are Linux's.
+            address = start_service(server, "127.0.0.2", "127.0.0.4")
+            assert [is_admitted(f"127.0.0.{number}", address) for number in (2, 3, 4)] == [True, False, True]
         server.stdin.close()
         assert server.wait(DEADLINE_S) == 0
 

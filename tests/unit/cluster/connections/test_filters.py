@@ -88,6 +88,16 @@ def test_as_many_machines_as_the_kernel_takes():
         assert not reaches(STRANGE, port)
 
 
+def test_kernel_refuses_the_filter(server):
+    """The group starts as without it: strangers who are there are ended, and those who come later get in."""
+    port, hosts = server.getsockname()[1], [OURS, *(f"10.0.{n // 256}.{n % 256}" for n in range(3000))]
+    with socket.create_connection(server.getsockname(), source_address=(STRANGE, 0)) as client, server.accept()[0]:
+        assert admit_only(port, hosts)
+        assert client.recv(1) == b""
+    assert reaches(OURS, port)
+    assert reaches(STRANGE, port)
+
+
 def test_filter_of_a_port_that_opens_later():
     """The filter is there as soon as the port is. A block that opens none ends too."""
     with socket.socket() as server:

@@ -57,7 +57,7 @@ def host_of_other(connection: Socket) -> str:
 def admit_only(port: int, hosts: Collection[str]) -> bool:
     """Admits only connections from some addresses at a port of this process, and ends those from others that are there.
 
-    Where the kernel cannot do it, all stay.
+    Where the kernel refuses the filter, those who connect later get in.
 
     Args:
       port: the port.
