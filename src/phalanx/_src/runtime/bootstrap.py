@@ -15,7 +15,7 @@ from typing import Any, final
 
 import jax
 
-from phalanx._src.cluster.connections.filters import admit_only, admitting
+from phalanx._src.cluster.connections.filters import admitting
 from phalanx._src.cluster.connections.hosts import bypass_proxies
 from phalanx._src.cluster.connections.ports import raise_limit_of_descriptors
 from phalanx._src.cluster.connections.rollcall import Roll, call_roll
@@ -115,7 +115,7 @@ def enter(generation: membership.Generation, stall_timeout_s: float | None = Non
     try:
         # A generation of one has no connections, and needs none.
         if lines:
-            coordination.listen_at(roll.host)
+            coordination.listen_at(roll.host, roll.machines)
         # JAX waits minutes for a process that has left the generation on the way here. The watchdog notices it, and ends the wait.
         with watchdog.operations.waiting():
             ports = coordination.connect(generation.service, rank, len(addresses), _MEETING_S)
@@ -259,7 +259,7 @@ def _initialize(roll: Roll, rank: int, timeout_s: float) -> None:
     _set_up_jax()
     bypass_proxies([roll.service])
     try:
-        coordination.listen_at(roll.host)
+        coordination.listen_at(roll.host, roll.machines)
         with _for_machines_of(roll, rank):
             jax.distributed.initialize(
                 roll.service,
@@ -300,17 +300,11 @@ def _exchange_first(watchdog: watch.Watch, roll: Roll, ports: set[int]) -> None:
     """
     if not ports or not watchdog.has_others:
         return
-    # The others learn these ports in the exchange, so that none of them has connected yet.
-    for port in ports if roll.machines else ():
-        admit_only(port, roll.machines)
     watchdog.pairs.open(roll.host, ports)
     try:
         with watchdog.operations.waiting(), without_lines_of_gloo():
-            coordination.exchange_once()
-            watchdog.pairs.confirm(_CONFIRM_S)
-            if watchdog.pairs.strangers:
-                # One of them may have been where a process should be, and is gone now.
-                coordination.exchange_once()
+            # Each process does the same, whether it has seen strangers or not: arrays travel once all have looked.
+            coordination.exchange_twice(lambda: watchdog.pairs.confirm(_CONFIRM_S))
     except RuntimeError as e:
         if not (strangers := watchdog.pairs.strangers):
             raise

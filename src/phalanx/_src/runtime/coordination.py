@@ -15,6 +15,7 @@ import os
 import sys
 import threading
 from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ import jax.extend
 import numpy as np
 from jax._src import distributed, lib, xla_bridge
 
-from phalanx._src.cluster.connections.filters import admit_only
+from phalanx._src.cluster.connections.filters import admit_only, is_visited
 from phalanx._src.cluster.connections.hosts import is_private
 from phalanx._src.cluster.connections.ports import HeldPort, listening_ports, sockets_of_process, stop_reading
 from phalanx._src.cluster.spec import host_and_port
@@ -93,23 +94,41 @@ def connect(address: str, rank: int, size: int, timeout_s: float) -> set[int]:
     return ports
 
 
-def listen_at(host: str) -> None:
+def listen_at(host: str, machines: Sequence[str] = ()) -> None:
     """Makes gloo, by which processes exchange arrays on CPUs, listen at an address of this machine. JAX must have no devices yet.
 
     By default it listens where the name of the machine leads.
 
+    Args:
+      host: the address.
+      machines: the addresses of all machines, from which alone processes come. Empty if they are unknown.
+
     Raises:
       RuntimeError: JAX has found its devices already.
     """
-    jax.extend.backend.register_backend_factory("cpu", functools.partial(_cpu_client, host), fail_quietly=False)
+    factory = functools.partial(_cpu_client, host, machines)
+    jax.extend.backend.register_backend_factory("cpu", factory, fail_quietly=False)
 
 
-def _cpu_client(host: str) -> object:
+def _cpu_client(host: str, machines: Sequence[str]) -> object:
     """Does what JAX does, and passes the host."""
     client = distributed.global_state.client
     is_gloo = client is not None and jax.config.values["jax_cpu_collectives_implementation"] == "gloo"
-    collectives = _jax.make_gloo_tcp_collectives(distributed_client=client, hostname=host) if is_gloo else None
-    return xla_bridge.make_cpu_client(collectives)
+    return xla_bridge.make_cpu_client(_collectives(client, host, machines) if is_gloo else None)
+
+
+def _collectives(client: object, host: str, machines: Sequence[str]) -> object:
+    """Opens a port of gloo, to which nobody has connected when the kernel begins to drop the connections of strangers."""
+    for _ in range(_ATTEMPTS):
+        before = listening_ports()
+        collectives = _jax.make_gloo_tcp_collectives(distributed_client=client, hostname=host)
+        ports = listening_ports() - before
+        for port in ports if machines else ():
+            admit_only(port, machines)
+        # The group does not know the port yet. Whoever knows it would keep the place of a process, even if his connection ended.
+        if not any(map(is_visited, ports)):
+            break
+    return collectives
 
 
 def find_devices() -> set[int]:
@@ -123,8 +142,11 @@ def find_devices() -> set[int]:
     return listening_ports() - before
 
 
-def exchange_once() -> None:
-    """Makes gloo connect all processes with each other, by a first exchange of arrays that hold nothing.
+def exchange_twice(between: Callable[[], None]) -> None:
+    """Makes gloo connect all processes with each other, by two exchanges of arrays that hold nothing.
+
+    Args:
+      between: is called between them. If it ends a connection where a process should be, the second exchange fails.
 
     Raises:
       RuntimeError: a process of the group does not answer.
@@ -132,9 +154,10 @@ def exchange_once() -> None:
     devices = jax.devices()
     rows = jax.NamedSharding(jax.make_mesh((len(devices),), ("device",), devices=devices), partition_spec("device"))
     nothing = jax.make_array_from_callback((len(devices),), rows, lambda _: np.zeros(1, np.int8))
-    jax.jit(lambda x: x.sum(dtype=np.int8), out_shardings=jax.NamedSharding(rows.mesh, partition_spec()))(
-        nothing
-    ).block_until_ready()
+    exchange = jax.jit(lambda x: x.sum(dtype=np.int8), out_shardings=jax.NamedSharding(rows.mesh, partition_spec()))
+    exchange(nothing).block_until_ready()
+    between()
+    exchange(nothing).block_until_ready()
 
 
 def _find_devices() -> None:

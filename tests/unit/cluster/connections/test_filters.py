@@ -13,6 +13,7 @@ from phalanx._src.cluster.connections.filters import (
     admit_only,
     admitting,
     host_of_other,
+    is_visited,
 )
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="filters of sockets are Linux's")
@@ -64,6 +65,20 @@ def test_strangers_who_are_there_already_are_ended(server):
         assert [client.recv(1) for client in clients] == [b"x", b""]
         with socket.socket() as alone:
             assert host_of_other(alone) == ""
+
+
+def test_visitors_of_a_port_are_noticed(server):
+    """Those that nobody has accepted yet, those that are there, and those that have gone."""
+    port = server.getsockname()[1]
+    assert not is_visited(port)
+    with socket.create_connection(server.getsockname()):
+        assert is_visited(port)
+        accepted, _ = server.accept()
+        assert is_visited(port)
+    with accepted:
+        assert accepted.recv(1) == b""
+        assert is_visited(port)
+    assert not is_visited(port)
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")

@@ -7,6 +7,7 @@ a connection, and needs no privileges. It sees addresses and not users, so it ca
 
 import ctypes
 import ipaddress
+import select
 import socket
 import struct
 import threading
@@ -22,9 +23,8 @@ MOST_ADDRESSES = 400
 _SO_ATTACH_FILTER = 26
 _POLL_S = 0.01
 # See linux/filter.h and linux/bpf_common.h.
-_LOAD, _LOAD_BYTE, _AND, _JUMP, _IF_EQUAL, _IF_ANY_BIT, _RETURN = 0x20, 0x30, 0x54, 0x05, 0x15, 0x45, 0x06
+_LOAD, _LOAD_BYTE, _AND, _JUMP, _IF_EQUAL, _RETURN = 0x20, 0x30, 0x54, 0x05, 0x15, 0x06
 _NETWORK_HEADER = 0xFFF00000
-_TCP_FLAGS, _SYN = 13, 0x02
 _ADMIT, _DROP = (_RETURN, 0, 0, 0xFFFFFFFF), (_RETURN, 0, 0, 0)
 
 _Instruction = tuple[int, int, int, int]
@@ -68,7 +68,7 @@ def admit_only(port: int, hosts: Collection[str]) -> bool:
     """
     listens = False
     for each in _sockets_at(port):
-        if each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+        if _listens(each):
             listens = True
             with suppress(OSError):
                 _attach(each, hosts)
@@ -76,6 +76,12 @@ def admit_only(port: int, hosts: Collection[str]) -> bool:
         if (other := host_of_other(each)) and other not in hosts:
             cut(each)
     return listens
+
+
+def is_visited(port: int) -> bool:
+    """Whether anybody has connected to a port at which this process listens, even if only for a moment."""
+    # Those that wait at the socket that listens are accepted, or have been when the second look begins.
+    return any(_waits(each) for each in _sockets_at(port)) or any(not _listens(each) for each in _sockets_at(port))
 
 
 @contextmanager
@@ -103,6 +109,14 @@ def _sockets_at(port: int) -> Iterator[Socket]:
                 yield each
 
 
+def _listens(each: Socket) -> bool:
+    return bool(each.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
+
+
+def _waits(each: Socket) -> bool:
+    return _listens(each) and bool(select.select([each], [], [], 0)[0])
+
+
 def _attach(listener: Socket, hosts: Collection[str]) -> None:
     program = _program(hosts)
     code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in program))
@@ -110,7 +124,7 @@ def _attach(listener: Socket, hosts: Collection[str]) -> None:
 
 
 def _program(hosts: Collection[str]) -> list[_Instruction]:
-    """Returns a program that drops the first packet of a connection from other addresses."""
+    """Returns a program that drops all packets from other addresses: a connection may be half open when the socket gets it."""
     addresses = [ipaddress.ip_address(host) for host in hosts]
     of_version_4 = [(_LOAD, 0, 0, _NETWORK_HEADER + 12)]
     of_version_6: list[_Instruction] = []
@@ -125,11 +139,7 @@ def _program(hosts: Collection[str]) -> list[_Instruction]:
         of_version_6.append(_ADMIT)
     of_version_4.append(_DROP)
     of_version_6.append(_DROP)
-    # The connections that come of the socket have the program too, so that it must end at once for their packets.
     return [
-        (_LOAD_BYTE, 0, 0, _TCP_FLAGS),
-        (_IF_ANY_BIT, 1, 0, _SYN),
-        _ADMIT,
         (_LOAD_BYTE, 0, 0, _NETWORK_HEADER),
         (_AND, 0, 0, 0xF0),
         (_IF_EQUAL, 1, 0, 0x40),

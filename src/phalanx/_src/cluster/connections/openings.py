@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The ports that the processes of a cluster open, where they listen, and who gets in. `phalanx doctor --ports` shows it.
 
-tests/cluster/test_strangers.py and tests/cluster/parameter_server/test_separate_processes.py compare it with the ports of real processes.
+tests/cluster/test_table_of_strangers.py and tests/cluster/parameter_server/test_separate_processes.py compare it with the ports of real processes.
 """
 
 from collections.abc import Sequence
