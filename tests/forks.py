@@ -1,8 +1,8 @@
 """Python processes that begin with JAX, Keras and Phalanx imported: forks of one process instead of new interpreters.
 
 The imports are two thirds of what a process of a test costs. `Popen` and `run` are used like those of `subprocess`. A command that
-is not this Python with a script, a module or a text runs as it does there, and so does every command if PHALANX_TEST_ALL is set, as
-`make test-all` does. `/proc` shows the command line and the first environment of the process that was forked.
+is not this Python with a script, a module or a text, perhaps in a network namespace, runs as it does there, and so does every command if
+PHALANX_TEST_ALL is set, as `make test-all` does. `/proc` shows the command line and the first environment of the process that was forked.
 
 This process imports, starts no thread and no device, and forks twice: the parent of the second fork ends, so that the nearest
 subreaper, which is the process that asked, becomes the parent of the fork and gets its exit code. A fork that is a launcher has a
@@ -90,12 +90,14 @@ class Popen(_NewInterpreter):
         *_, p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = rest[:9]
         start_new_session, process_group = rest[-2:]
         command = [os.fspath(a) for a in args] if isinstance(args, (list, tuple)) else []
+        network, command = (command[3], command[4:]) if command[:3] == ["ip", "netns", "exec"] else ("", command)
         if not _is_program(command) or preexec_fn or os.environ.get("PHALANX_TEST_ALL"):
             return super()._execute_child(args, executable, preexec_fn, close_fds, pass_fds, cwd, env, *rest)
         places = {0: p2cread, 1: c2pwrite, 2: errwrite}
         fds = {place: place if fd == -1 else fd for place, fd in places.items()} | {fd: fd for fd in pass_fds}
         request = {
             "command": command[1:],
+            "network": network,
             "environment": dict(os.environ if env is None else env),
             "folder": os.fspath(cwd or os.getcwd()),
             "session": start_new_session,
@@ -155,6 +157,9 @@ def become(request, fds):
         os.setsid()
     if request["group"] not in (None, -1):
         os.setpgid(0, request["group"])
+    if request["network"]:
+        with open(f"/run/netns/{request['network']}") as network:
+            ctypes.CDLL(None).setns(network.fileno(), 0)
     os.chdir(request["folder"])
     _take_environment(request["environment"])
     random.seed()

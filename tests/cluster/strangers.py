@@ -1,44 +1,43 @@
-"""Strangers at the ports of a job, and the ports of its processes.
+"""Strangers at the ports of a group.
 
-As a program, which needs the standard library only: `DEED TABLES HOST`. It does the deed at each port that listens, once, as soon as it
-sees the port in the kernel's TABLES (a folder such as /proc/1/net): at the port's own address, or at HOST, if one is given. It says
-which ports it has been to.
+As a program, which needs the standard library only: `[DEED [NAMESPACE HOST]]`. Without a deed, it prints the address, the port and the inode
+of each socket that listens on this machine. Otherwise it does the deed at each of these sockets, as soon as it sees it: at its own address,
+or, from another network namespace, at HOST. It says which ports it has been to.
 """
 
+import ctypes
 import os
-import re
 import socket
 import struct
 import sys
 import threading
 import time
 from contextlib import suppress
-from pathlib import Path
 
 MOST_S = 5.0
 NOISE = 64 << 20
 CROWD = 2000
 HELLO = b'{"rank": 1, "about": "us", "nonce": "0", "proof": "0"}\n'
 
-
-def listening_in(folder):
-    """The addresses and inodes of the sockets that listen, as the kernel's tables in a folder have them."""
-    for table in ("tcp", "tcp6"):
-        for line in Path(folder, table).read_text().splitlines()[1:]:
-            _, local, _, state, *_, inode = line.split()[:10]
-            if state == "0A":
-                address, port = local.split(":")
-                # The kernel writes the four bytes backwards, also at the end of an address of IPv6.
-                yield socket.inet_ntoa(bytes.fromhex(address)[:-5:-1]), int(port, 16), inode
+# See sock_diag(7), linux/netlink.h and linux/inet_diag.h.
+_DIAGNOSES, _REQUEST, _DUMP, _BY_FAMILY, _LISTENING = 4, 0x1, 0x300, 20, 1 << 10
 
 
-def ports_of(process):
-    """The addresses and TCP ports at which a process listens."""
-    inodes = set()
-    for entry in Path(f"/proc/{process}/fd").iterdir():
-        with suppress(OSError):
-            inodes.update(re.findall(r"^socket:\[(\d+)\]$", os.readlink(entry)))
-    return {(host, port) for host, port, inode in listening_in(f"/proc/{process}/net") if inode in inodes}
+def listening(diagnoses):
+    """Yields the address, the port and the inode of each socket that listens where a netlink socket is.
+
+    The tables in /proc have the same, but the kernel takes milliseconds to write them.
+    """
+    for family, size in ((socket.AF_INET, 4), (socket.AF_INET6, 16)):
+        asks = family, socket.IPPROTO_TCP, 0, _LISTENING
+        diagnoses.send(struct.pack("=IHHIIBBBxI48x", 72, _BY_FAMILY, _REQUEST | _DUMP, 0, 0, *asks))
+        while part := diagnoses.recv(1 << 16):
+            while part and struct.unpack_from("=H", part, 4)[0] == _BY_FAMILY:
+                (port,), (inode,) = struct.unpack_from(">H", part, 20), struct.unpack_from("=I", part, 84)
+                yield socket.inet_ntop(family, part[24 : 24 + size]).removeprefix("::ffff:"), port, inode
+                part = part[struct.unpack_from("=I", part)[0] :]
+            if part:
+                break
 
 
 def connected(address):
@@ -52,78 +51,86 @@ def stay(address):
 
 def half(address):
     """Says nothing more after half a message, or none."""
-    kept = [connected(address) for _ in range(4)]
-    for number, each in enumerate(kept):
-        each.sendall(b"{" * (number % 2))
+    clients = [connected(address) for _ in range(4)]
+    for number, client in enumerate(clients):
+        client.sendall(b"{" * (number % 2))
         if number > 1:
-            each.shutdown(socket.SHUT_WR)
-    return kept
+            client.shutdown(socket.SHUT_WR)
+    return clients
 
 
 def crowd(address):
     """Opens many connections, and keeps them for a while."""
-    kept = []
+    clients = []
     for number in range(CROWD):
-        kept.append(socket.socket())
-        kept[-1].setblocking(False)
-        kept[-1].connect_ex(address)
+        clients.append(socket.socket())
+        clients[-1].setblocking(False)
+        clients[-1].connect_ex(address)
         if number % 100 == 0:
             time.sleep(0.005)
     time.sleep(3.0)
-    for each in kept:
-        each.close()
+    for client in clients:
+        client.close()
 
 
 def noise(address):
     """Sends 64 MB as fast as they are taken."""
-    with connected(address) as each:
+    with connected(address) as client:
         until_s, piece = time.monotonic() + 2 * MOST_S, os.urandom(1 << 16)
         for _ in range(NOISE // len(piece)):
-            each.sendall(piece)
+            client.sendall(piece)
             if time.monotonic() > until_s:
                 break
 
 
 def replay(address):
     """Says what was said to it, on the same connection and on another one."""
-    said = HELLO
+    message = HELLO
     for _ in range(3):
-        with connected(address) as each:
-            each.settimeout(1.0)
+        with connected(address) as client:
+            client.settimeout(1.0)
             for _ in range(2):
-                each.sendall(said)
+                client.sendall(message)
                 with suppress(OSError):
-                    said = each.recv(1 << 16) or said
+                    message = client.recv(1 << 16) or message
 
 
 def ranks(address):
     """Claims to be a rank, or to be the other end of one of gloo's pairs, and stays."""
-    kept = [connected(address) for _ in range(17)]
-    for number, each in enumerate(kept):
+    clients = [connected(address) for _ in range(17)]
+    for number, client in enumerate(clients):
         with suppress(OSError):
-            each.sendall(struct.pack("<q", number) if number < 16 else HELLO)
-    return kept
+            client.sendall(struct.pack("<q", number) if number < 16 else HELLO)
+    return clients
 
 
 DEEDS = {deed.__name__: deed for deed in (stay, half, crowd, noise, replay, ranks)}
 
 
-def main(deed, tables, host):
-    kept, seen = [], set()
+def main(deed="", namespace="", host=""):
+    diagnoses = socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM, _DIAGNOSES)
+    if not deed:
+        for listener in listening(diagnoses):
+            print(*listener)
+        return
+    if namespace:
+        with open(namespace) as other:
+            assert ctypes.CDLL(None).setns(other.fileno(), 0) == 0
+    seen, clients = set(), []
 
     def do(address):
         with suppress(OSError):
-            kept.append(DEEDS[deed](address))
+            clients.append(DEEDS[deed](address))
         print(f"been at {address[1]}", flush=True)
 
     while True:
+        for listener in {*listening(diagnoses)} - seen:
+            seen.add(listener)
+            address, port, _ = listener
+            if not (host and address.startswith("127.")):
+                place = host or {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address, address)
+                threading.Thread(target=do, args=((place, port),), daemon=True).start()
         time.sleep(0.005)
-        with suppress(OSError):
-            for at, port, _ in listening_in(tables):
-                if port not in seen and not (host and at.startswith("127.")):
-                    seen.add(port)
-                    there = host or ("127.0.0.1" if at == "0.0.0.0" else at)
-                    threading.Thread(target=do, args=((there, port),), daemon=True).start()
 
 
 if __name__ == "__main__":

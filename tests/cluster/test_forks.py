@@ -5,9 +5,13 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import pytest
 from tests import forks
+
+from phalanx.errors import StartupError
+from phalanx.testing import VirtualNetwork
 
 
 @pytest.fixture(autouse=True)
@@ -100,6 +104,22 @@ def test_forks_draw_their_own_numbers():
     first, second = (done.stdout.split() for done in runs)
     assert len(first) == 3
     assert all(a != b for a, b in zip(first, second, strict=True))
+
+
+@KINDS
+def test_program_runs_in_its_network(popen):
+    """As it does after `ip netns exec`."""
+    with ExitStack() as stack:
+        try:
+            network = stack.enter_context(VirtualNetwork())
+        except StartupError as e:
+            pytest.skip(f"{e}")
+        source = "import os; print(os.stat('/proc/self/ns/net').st_ino)"
+        process = popen(network.command(1, [sys.executable, "-c", source]), stdout=subprocess.PIPE, text=True)
+        expected = subprocess.check_output(
+            network.command(1, ["stat", "-L", "-c", "%i", "/proc/self/ns/net"]), text=True
+        )
+        assert process.communicate(timeout=300)[0] == expected
 
 
 def test_all_tests_start_new_interpreters(monkeypatch):
