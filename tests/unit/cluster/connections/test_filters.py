@@ -1,5 +1,7 @@
 """Connections from other machines than those of the group, which the kernel drops. Machines are addresses of this one."""
 
+import os
+import resource
 import socket
 import sys
 from contextlib import ExitStack
@@ -15,6 +17,7 @@ from phalanx._src.cluster.connections.filters import (
     host_of_other,
     is_visited,
 )
+from phalanx._src.cluster.connections.ports import raise_limit_of_descriptors
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="filters of sockets are Linux's")
 
@@ -68,9 +71,14 @@ def test_strangers_who_are_there_already_are_ended(server):
 
 
 def test_visitors_of_a_port_are_noticed(server):
-    """Those that nobody has accepted yet, those that are there, and those that have gone."""
+    """Those that nobody has accepted yet, those that are there, and those that have gone. They may have opened many files."""
     port = server.getsockname()[1]
-    assert not is_visited(port)
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE))
+        raise_limit_of_descriptors()
+        for _ in range(1100):
+            stack.enter_context(open(os.devnull))
+        assert not is_visited(port)
     with socket.create_connection(server.getsockname()):
         assert is_visited(port)
         accepted, _ = server.accept()

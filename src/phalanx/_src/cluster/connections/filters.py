@@ -114,7 +114,10 @@ def _listens(each: Socket) -> bool:
 
 
 def _waits(each: Socket) -> bool:
-    return _listens(each) and bool(select.select([each], [], [], 0)[0])
+    # Strangers may have opened more files than `select` can look at.
+    poll = select.poll()
+    poll.register(each, select.POLLIN)
+    return _listens(each) and bool(poll.poll(0))
 
 
 def _attach(listener: Socket, hosts: Collection[str]) -> None:
