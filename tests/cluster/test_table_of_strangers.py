@@ -165,7 +165,9 @@ def test_strangers_have_no_effect(machines, quiet, tmp_path, who, kind, deed):
                 meet(group, machines.strangers(stack, who, deed, kind), who, deed)
                 peaks = group.peaks()
                 assert group.ends_well(), group.out
-                assert {r for r, peak in peaks.items() if peak > usual[r] + MOST_GROWTH} == set(), (peaks, usual)
+                # JAX's service between machines keeps memory for each connection.
+                most = (2 if who == "user" and kind in ("machines", "elastic machines") else 1) * MOST_GROWTH
+                assert {role for role, peak in peaks.items() if peak > usual[role] + most} == set(), (peaks, usual)
                 return
             # Users of the machines may be at gloo's ports before the workers.
             assert is_before, group.out
