@@ -109,7 +109,7 @@ class Command(NamedTuple):
 
     machine: int
     words: list
-    variables: dict = {}  # noqa: RUF012
+    variables: dict
 
 
 def commands(kind, train, stop):
@@ -119,20 +119,21 @@ def commands(kind, train, stop):
     servers = {"chief": [f"{HOSTS[0]}:7001"], "ps": [f"{HOSTS[0]}:7002"], "worker": [f"{HOSTS[1]}:7001"]}
     match kind:
         case "fixed":
-            return [Command(0, [*RUN, "2", train, stop])]
+            return [Command(0, [*RUN, "2", train, stop], {})]
         case "elastic":
-            return [Command(0, [*RUN, "2:2", train, stop])]
+            return [Command(0, [*RUN, "2:2", train, stop], {})]
         case "estimator":
-            return [Command(0, [*RUN, "2", "--evaluator", train, stop])]
+            return [Command(0, [*RUN, "2", "--evaluator", train, stop], {})]
         case "machines":
             return [Command(index, [train, stop], task(workers, "worker", index)) for index in (0, 1)]
         case "elastic machines":
             return [Command(index, [*elastic, train, stop], task(workers, "worker", index)) for index in (0, 1)]
         case "servers":
-            return [Command(0, [train, stop, "{'workers': 1, 'ps': 1}"])]
+            return [Command(0, [train, stop, "{'workers': 1, 'ps': 1}"], {})]
         case "tasks":
             chief = Command(0, [train, stop, "{}"], task(servers, "chief", 0))
-            return [chief, *(Command(m, ["-c", SERVER, repr(servers), job]) for m, job in ((0, "ps"), (1, "worker")))]
+            serve = ["-c", SERVER, repr(servers)]
+            return [chief, Command(0, [*serve, "ps"], {}), Command(1, [*serve, "worker"], {})]
 
 
 def task(cluster, kind, index):
