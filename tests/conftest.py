@@ -66,6 +66,11 @@ if _IS_FIRST:
     os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
+# Keras imports them if it finds them, which takes half of the time that a process of pytest needs to start.
+_HIDDEN = ("matplotlib", "sklearn")
+for name in _HIDDEN:
+    sys.modules.setdefault(name, None)
+
 import phalanx
 
 phalanx.set_virtual_cpu_devices(_DEVICES.count("cpu:") or 8)
@@ -84,9 +89,9 @@ gc.disable()
 if importlib.util.find_spec("tensorboardX"):
     import tensorboardX.event_file_writer  # noqa: F401  (sets an environment variable, which no test may do)
 
-# This process is one that tests/startup/sitecustomize.py has started, if pytest has several. Its tests may use both.
-for name in ("matplotlib", "sklearn"):
-    if name in sys.modules and sys.modules[name] is None:
+# Tests may use both.
+for name in _HIDDEN:
+    if sys.modules[name] is None:
         del sys.modules[name]
 
 from phalanx._src.tracing import context

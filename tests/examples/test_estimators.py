@@ -1,10 +1,11 @@
 """`examples/estimator_*.py`, run as a user runs them."""
 
+import importlib.util
 import re
 
 import pytest
 
-pytest.importorskip("sklearn")
+pytestmark = pytest.mark.skipif(not importlib.util.find_spec("sklearn"), reason="scikit-learn is not installed")
 
 
 @pytest.mark.exhaustive("tests/guide/test_estimator_guide.py")

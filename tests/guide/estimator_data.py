@@ -1,7 +1,6 @@
 """Small data for the guides of Estimators, and what their models compute, in NumPy."""
 
 import numpy as np
-from sklearn.datasets import load_digits, load_iris
 
 from phalanx.estimator import tf1
 
@@ -12,6 +11,8 @@ FLOWER_NAMES = ("SepalLength", "SepalWidth", "PetalLength", "PetalWidth")
 
 def irises():
     """Features by name, and species, for training and for a test."""
+    from sklearn.datasets import load_iris
+
     rows, species = load_iris(return_X_y=True)
     is_test = np.arange(len(rows)) % 5 == 0
     return [
@@ -22,6 +23,8 @@ def irises():
 
 def digits():
     """Images of 8 times 8 pixels from 0 to 1, and their digits, for training and for a test."""
+    from sklearn.datasets import load_digits
+
     images, numbers = load_digits(return_X_y=True)
     images = (images.reshape(-1, 8, 8) / 16).astype("float32")
     return (images[:1500], numbers[:1500]), (images[1500:], numbers[1500:])

@@ -6,14 +6,15 @@ import keras
 import numpy as np
 import pytest
 from estimator_data import digits, irises, network, passengers
-from sklearn.metrics import log_loss, roc_auc_score
 
 import phalanx
 from phalanx.estimator import tf1
 
+pytestmark = pytest.mark.usefixtures("scikit_learn")
+
 
 @pytest.mark.exhaustive("tests/estimator/test_recorded.py, test_guide_with_image_model")
-def test_premade_estimators_tutorial(tmp_path):
+def test_premade_estimators_tutorial(scikit_learn, tmp_path):
     """A deep network for irises: what it evaluates and predicts is what NumPy computes from its variables."""
     (train, train_y), (test, test_y) = irises()
 
@@ -34,7 +35,7 @@ def test_premade_estimators_tutorial(tmp_path):
     wanted = network(classifier, np.stack([test[name] for name in sorted(test)], axis=1), 2)
     assert "{accuracy:0.3f}".format(**eval_result) == f"{np.mean(wanted.argmax(axis=1) == test_y):0.3f}"
     probabilities = np.exp(wanted) / np.exp(wanted).sum(axis=1, keepdims=True)
-    np.testing.assert_allclose(eval_result["average_loss"], log_loss(test_y, probabilities), rtol=1e-4)
+    np.testing.assert_allclose(eval_result["average_loss"], scikit_learn.log_loss(test_y, probabilities), rtol=1e-4)
     assert eval_result["global_step"] == 50
 
     predict_x = {"SepalLength": [5.1, 5.9, 6.9], "SepalWidth": [3.3, 3.0, 3.1]}
@@ -51,7 +52,7 @@ def test_premade_estimators_tutorial(tmp_path):
 
 
 @pytest.mark.exhaustive("tests/estimator/test_recorded.py")
-def test_linear_model_tutorial(tmp_path):
+def test_linear_model_tutorial(scikit_learn, tmp_path):
     """Metrics with and without a cross of ages and sexes are those of the probabilities, computed by scikit-learn."""
     (dftrain, y_train), (dfeval, y_eval), fc = passengers(600, 1), passengers(300, 2), tf1.feature_column
     feature_columns = [
@@ -93,8 +94,8 @@ def test_linear_model_tutorial(tmp_path):
         female, male = linear_est.get_variable_value("linear/linear_model/sex/weights")[:, 0]
         assert female > male
         np.testing.assert_allclose(result["accuracy"], np.mean((probs > 0.5) == y_eval), rtol=1e-6)
-        np.testing.assert_allclose(result["auc"], roc_auc_score(y_eval, probs), atol=0.01)
-        np.testing.assert_allclose(result["average_loss"], log_loss(y_eval, probs), rtol=1e-4)
+        np.testing.assert_allclose(result["auc"], scikit_learn.roc_auc_score(y_eval, probs), atol=0.01)
+        np.testing.assert_allclose(result["average_loss"], scikit_learn.log_loss(y_eval, probs), rtol=1e-4)
 
 
 def test_keras_model_tutorial(tmp_path):

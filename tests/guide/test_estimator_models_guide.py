@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
-from sklearn.metrics import log_loss, roc_auc_score
 
 from phalanx.estimator import tf1
 
@@ -44,7 +43,7 @@ def test_training_and_evaluation_in_one_call(devices, tmp_path):
     assert (found["global_step"], exports) == (math.ceil(3 / size), [])
 
 
-def test_multi_worker_tutorial(tmp_path):
+def test_multi_worker_tutorial(scikit_learn, tmp_path):
     """A convolution under MultiWorkerMirroredStrategy, with a sum over rows that is divided by the batch size, in one process."""
     batch_size, learning_rate = 64, 1e-4
     random = np.random.default_rng(0)
@@ -84,7 +83,9 @@ def test_multi_worker_tutorial(tmp_path):
     found, _ = tf1.estimator.train_and_evaluate(classifier, train_spec=train_spec, eval_spec=eval_spec)
     logits = np.array([row["logits"] for row in classifier.predict(lambda: [images[192:].astype("float32") / 255])])
     probabilities = np.exp(logits) / np.exp(logits).sum(axis=1, keepdims=True)
-    np.testing.assert_allclose(found["loss"], log_loss(numbers[192:], probabilities, labels=range(10)), rtol=1e-4)
+    np.testing.assert_allclose(
+        found["loss"], scikit_learn.log_loss(numbers[192:], probabilities, labels=range(10)), rtol=1e-4
+    )
     assert found["global_step"] == math.ceil(3 / strategy.num_replicas_in_sync)
 
 
@@ -130,7 +131,7 @@ def test_metrics_and_optimizers(tmp_path):
 
 
 @pytest.mark.exhaustive("tests/estimator/test_recorded.py, and test_estimator_columns_guide.py for features")
-def test_ready_made_estimators(tmp_path):
+def test_ready_made_estimators(scikit_learn, tmp_path):
     """Linear, deep, and both: with Ftrl whose rate decays, metrics are those of the probabilities."""
     (x_train, y_train), (x_eval, y_eval) = data.passengers(600, 1), data.passengers(320, 2)
     for table in (x_train, x_eval):
@@ -182,9 +183,9 @@ def test_ready_made_estimators(tmp_path):
         found = estimator.evaluate(input_fn=_eval_input_fn, steps=10)
         probabilities = [row["probabilities"][1] for row in estimator.predict(_eval_input_fn)]
         assert found["accuracy"] == np.float32(np.mean((np.array(probabilities) > 0.5) == y_eval))
-        np.testing.assert_allclose(found["average_loss"], log_loss(y_eval, probabilities), rtol=1e-3)
+        np.testing.assert_allclose(found["average_loss"], scikit_learn.log_loss(y_eval, probabilities), rtol=1e-3)
         assert found["global_step"] == 40
-        np.testing.assert_allclose(found["auc"], roc_auc_score(y_eval, probabilities), atol=0.01)
+        np.testing.assert_allclose(found["auc"], scikit_learn.roc_auc_score(y_eval, probabilities), atol=0.01)
 
 
 class SimpleModelWrapper:

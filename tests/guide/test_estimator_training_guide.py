@@ -14,6 +14,8 @@ import phalanx.testing
 from phalanx.estimator import tf1
 from phalanx.estimator.hooks import timer
 
+pytestmark = pytest.mark.usefixtures("scikit_learn")
+
 
 def ready_made(path, config):
     """A deep network for digits, and the input functions of its training and its test, as the guides create them."""

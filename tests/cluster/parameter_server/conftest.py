@@ -21,7 +21,7 @@ _RARE = ("test_consistency", "test_estimator", "test_losses", "test_no_hangs")
 
 def pytest_collection_modifyitems(items):
     """Files that share a strategy follow each other, so that it is not closed and started again."""
-    places = [place for place, item in enumerate(items) if _FOLDER in item.path.parents]
+    places = [place for place, item in enumerate(items) if item.nodeid.startswith("tests/cluster/parameter_server/")]
     own = sorted(
         (items[place] for place in places), key=lambda item: (item.path.stem in _RARE) - (item.path.stem in _DIVIDED)
     )
