@@ -120,10 +120,10 @@ def run(command, **options):
 
 
 def _is_program(command):
-    """Whether a command is this Python with a script, a module, or a text, and no further option."""
-    if len(command) < 2 or command[0] != sys.executable:
-        return False
-    return command[1] in ("-c", "-m") or not command[1].startswith("-")
+    """Whether a command is this Python with a script, a module, or a text, and no further option than -P."""
+    python, *words = command or [""]
+    words = words[words[:1] == ["-P"] :]
+    return python == sys.executable and bool(words) and (words[0] in ("-c", "-m") or not words[0].startswith("-"))
 
 
 def serve(connection):
@@ -206,12 +206,13 @@ def _parsed(text, value):
 
 
 def _execute(command):
-    """Runs a text, a module or a script under the name `__main__`."""
-    kind, *arguments = command
+    """Runs a text, a module or a script under the name `__main__`. With -P, the folder of none of them is in the path."""
+    is_apart = command[0] == "-P"
+    kind, *arguments = command[is_apart:]
     main = types.ModuleType("__main__")
     if kind == "-m":
         target, *arguments = arguments
-        sys.argv, sys.path[0] = [target, *arguments], os.getcwd()
+        sys.argv, sys.path[:1] = [target, *arguments], [] if is_apart else [os.getcwd()]
         if target == "phalanx":
             _prepare_launcher()
         if "." in target:
@@ -220,12 +221,13 @@ def _execute(command):
         return
     if kind == "-c":
         source, *arguments = arguments
-        sys.argv, sys.path[0], file = ["-c", *arguments], "", "<string>"
+        sys.argv, folder, file = ["-c", *arguments], "", "<string>"
     else:
-        sys.argv, sys.path[0], file = [kind, *arguments], os.path.dirname(os.path.abspath(kind)), kind
+        sys.argv, folder, file = [kind, *arguments], os.path.dirname(os.path.abspath(kind)), kind
         main.__file__ = kind
         with open(kind, encoding="utf-8") as script:
             source = script.read()
+    sys.path[:1] = [] if is_apart else [folder]
     # Not by runpy, which clears the module of a script before threads and `atexit` use it for the last time.
     sys.modules["__main__"] = main
     exec(compile(source, file, "exec"), main.__dict__)

@@ -11,4 +11,4 @@ def wait_until(is_so, process=None):
     while not is_so():
         assert process is None or process.poll() is None, process.communicate()
         assert time.monotonic() < deadline
-        time.sleep(0.005)
+        time.sleep(0.01)

@@ -123,11 +123,12 @@ def test_program_runs_in_its_network(popen):
 
 
 def test_all_tests_start_new_interpreters(monkeypatch):
-    """With PHALANX_TEST_ALL; and a command with an option of Python is never forked."""
+    """With PHALANX_TEST_ALL; and a command with an option of Python is never forked, but for -P: the path is without the folder."""
     monkeypatch.delenv("PHALANX_TEST_ALL", raising=False)
     shows = "open('/proc/self/cmdline').read().count('forks' + chr(46) + 'py')"
-    commands = {"-c": ("-c", f"print({shows})"), "-I": ("-I", "-c", f"print({shows})")}
+    apart = f"import sys; print({shows} - 2 * ('' in sys.path))"
+    commands = {"-c": ("-c", f"print({shows})"), "-P": ("-P", "-c", apart), "-I": ("-I", "-c", f"print({shows})")}
     found = {name: forks.run([sys.executable, *words], capture_output=True).stdout for name, words in commands.items()}
-    assert found == {"-c": b"1\n", "-I": b"0\n"}
+    assert found == {"-c": b"1\n", "-P": b"1\n", "-I": b"0\n"}
     monkeypatch.setenv("PHALANX_TEST_ALL", "1")
     assert forks.run([sys.executable, *commands["-c"]], capture_output=True).stdout == b"0\n"
