@@ -102,12 +102,14 @@ def read(
     noted: list[list[list[int]]] = []
     iterator = iter(_distributed(strategy, Opened(), **kwargs))
     if load is not None:
-        iterator.load_state(load)
+        phalanx.train.Checkpoint(iterator=iterator).read(load).assert_consumed()
     for _ in _noted(iterator, noted):
         if len(noted) == steps:
             break
     if save is not None:
-        iterator.save_state(save)
+        checkpoint = phalanx.train.Checkpoint(iterator=iterator)
+        checkpoint.write(save)
+        checkpoint.sync()
     return noted
 
 

@@ -207,7 +207,7 @@ def test_position_of_functions_stays_with_the_workers(cluster_of, two, tmp_path)
     after = two.call("read", source="function", load=path)
     assert flat([before, after]) == list(range(ROWS))
     for reply in cluster_of(4, 1).call("read", source="function", load=path):
-        assert reply.startswith("InputError: set_state of a position of 2 workers: the number of workers is now 4")
+        assert "iterator does not fit this program: the number of workers is now 4" in reply
 
 
 @pytest.mark.parametrize(("source", "batches"), [("arrays", 6), ("generator", 6), ("files", 6), ("function", 4)])

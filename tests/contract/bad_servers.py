@@ -1,8 +1,6 @@
 """Input, Keras helpers, strategies of several processes and what belongs to them, with good arguments."""
 
-import contextlib
 import functools
-import tempfile
 
 import keras
 import numpy as np
@@ -62,19 +60,9 @@ def of_input():
     def reading(call):
         return functools.wraps(call)(lambda **given: list(call(**given)))
 
-    def in_folder(method):
-        @functools.wraps(method)
-        def call(path):
-            # Python says that a file is missing, or cannot be written.
-            with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), contextlib.suppress(OSError):
-                method(iter(dataset), path)
-
-        return call
-
     distribute = reading(strategy.experimental_distribute_dataset)
     by_function = reading(strategy.distribute_datasets_from_function)
     of_batches = {"dataset_fn": lambda context: [rows, rows]}
-    of_iterator = type(iter(dataset))
     return named(
         Case(
             strategy.make_experimental_numpy_dataset,
@@ -105,8 +93,6 @@ def of_input():
         ),
         Case(by_function, of_batches, functions=("dataset_fn",)),
         Case(reading(strategy.experimental_distribute_datasets_from_function), of_batches, functions=("dataset_fn",)),
-        Case(in_folder(of_iterator.load_state), {"path": "state"}, takes={"path": TEXTS}),
-        Case(in_folder(of_iterator.save_state), {"path": "state"}, takes={"path": TEXTS}),
     ) | {
         "Strategy.experimental_distribute_dataset(of batches)": Case(
             lambda x: distribute(dataset=x), {"x": [rows]}, takes={"x": STREAMS}, functions=("x",)

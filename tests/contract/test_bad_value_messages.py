@@ -158,8 +158,6 @@ def model():
 
 
 HELPERS = {
-    r"path=1: must be a path": lambda: iterator().save_state(1),
-    r"path=True: must be a path": lambda: iterator().load_state(True),
     r"batch_size=2147483648: must be an integer of at least 1": lambda: phalanx.explain_sharding(
         [1], ONE, None, batch_size=2**31
     ),

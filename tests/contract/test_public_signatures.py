@@ -13,6 +13,8 @@ BEFORE = dict(line.split(": ", 1) for line in LINES)
 TODAY = signatures()
 
 DELETED = {
+    "phalanx.DistributedIterator.load_state": "phalanx.train.Checkpoint(iterator=iterator).read(path)",
+    "phalanx.DistributedIterator.save_state": "phalanx.train.Checkpoint(iterator=iterator).write(path)",
     "phalanx.ReplicaContext.padding": "ReplicaContext.example_mask",
 }
 """Names that are gone, and what to use instead. The changelog has both."""

@@ -132,14 +132,14 @@ def test_reduce_of_a_dataset(strategy):
     assert strategy.experimental_distribute_dataset([]).reduce("start", lambda s, x: x) == "start"
 
 
-def test_position_in_a_file(strategy, tmp_path):
+def test_position_in_a_checkpoint(strategy, tmp_path):
     """Another iterator continues from it, on other replicas. An iterator can go back, even from the end."""
     iterator = iter(strategy.experimental_distribute_dataset(np.arange(10), batch_size=3))
     start = iterator.get_state()
     next(iterator)
-    iterator.save_state(tmp_path / "position.json")
+    path = phalanx.train.Checkpoint(iterator=iterator).write(tmp_path / "position")
     other = iter(mirrored(3).experimental_distribute_dataset(np.arange(10), batch_size=3))
-    other.load_state(tmp_path / "position.json")
+    phalanx.train.Checkpoint(iterator=other).read(path).assert_consumed()
     assert flat(other) == flat(iterator) == list(range(3, 10))
     iterator.set_state(start)
     assert flat(iterator) == list(range(10))

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from simulation import combined, together
 
-from phalanx._src.input.state import from_text, load, of_all_workers, of_worker, save, to_text
+from phalanx._src.input.state import from_text, of_all_workers, of_worker, to_text
 from phalanx.errors import InputError
 
 LEAVES = st.one_of(st.integers(), st.text(), st.binary(), st.none(), st.booleans(), st.floats(allow_nan=False))
@@ -27,31 +27,6 @@ def test_other_types_in_positions_are_refused():
     assert from_text(to_text({"records": np.int64(3)})) == {"records": 3}
     with pytest.raises(TypeError, match="must not contain an object of type ndarray"):
         to_text({"records": np.arange(3)})
-
-
-def test_file_and_back(tmp_path):
-    """A new file replaces the old one as a whole, and nothing else is left."""
-    for state in ({"records": 3}, {"source": b"\x00\xff"}):
-        save(state, tmp_path / "state.json")
-        assert load(str(tmp_path / "state.json")) == state
-    assert [p.name for p in tmp_path.iterdir()] == ["state.json"]
-
-
-TOO_DEEP = ("[" * 100_000, '{"batches": ' * 50_000)
-
-
-@pytest.mark.parametrize("text", ["", "{", "weights", "null", "3", "[1]", '"x"', *TOO_DEEP, "\xff"])
-def test_files_that_hold_no_position(tmp_path, text):
-    """Text that is not JSON, JSON that is not a dict or nests too deeply, and bytes that are not text."""
-    (tmp_path / "state.json").write_bytes(text.encode("latin-1"))
-    message = r"load_state\('.*state.json'\): the file does not hold a position.\nHINT: a file that save_state wrote"
-    with pytest.raises(InputError, match=message):
-        load(tmp_path / "state.json")
-
-
-def test_missing_file_raises_file_not_found(tmp_path):
-    with pytest.raises(FileNotFoundError, match="state.json"):
-        load(tmp_path / "state.json")
 
 
 def test_positions_in_files_become_one():

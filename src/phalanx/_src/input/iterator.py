@@ -2,7 +2,6 @@
 """The iterator of a distributed dataset, which places batches on the devices and can save its position."""
 
 import functools
-import os
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -296,32 +295,6 @@ class DistributedIterator(AbstractIterator):
     def expect(self, steps: int | None) -> None:
         """Announces how many further batches will be taken, so that no others are read. None if it is unknown."""
         self._expected = steps
-
-    def save_state(self, path: str | os.PathLike[str]) -> None:
-        """Saves `get_state()` to a file. All workers must call it; the chief writes the file.
-
-        Args:
-          path: name of the file, which is replaced atomically.
-
-        Raises:
-          InvalidArgumentError: `path` is not a path.
-        """
-        arguments.path("path", path)
-        state = self.get_state()
-        if self._worker.is_chief:
-            positions.save(state, path)
-
-    def load_state(self, path: str | os.PathLike[str]) -> None:
-        """Moves to the position that `save_state` wrote. All workers must call it.
-
-        Args:
-          path: name of a file that every worker can read.
-
-        Raises:
-          InputError: the file does not hold a position, or the position belongs to other data.
-          InvalidArgumentError: `path` is not a path.
-        """
-        self.set_state(positions.load(arguments.path("path", path)))
 
     def _open(self, state: State | None) -> None:
         reader = self._plan.source.open(self._worker, self._plan.policy, state)

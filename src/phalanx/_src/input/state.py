@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Saves positions of iterators to files, and combines the positions of several workers."""
+"""Positions of iterators: as text, marked with the size of their data, and those of several workers as one."""
 
 import base64
 import json
-import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,34 +29,6 @@ def from_text(text: str) -> State:
     """Returns the position that `to_text` wrote."""
     state: State = json.loads(text, object_hook=_decode)
     return state
-
-
-def save(state: State, path: str | os.PathLike[str]) -> None:
-    """Saves a position to a file, completely or not at all."""
-    # `os.replace` is atomic within one file system, so a crash leaves the old file intact.
-    beside = f"{os.fspath(path)}.part"
-    with open(beside, "w", encoding="utf-8") as file:
-        file.write(to_text(state))
-    os.replace(beside, path)
-
-
-def load(path: str | os.PathLike[str]) -> State:
-    """Returns the position that `save` wrote.
-
-    Raises:
-      InputError: the file does not hold a position.
-    """
-    cause: Exception | None = None
-    try:
-        with open(path, encoding="utf-8") as file:
-            state = from_text(file.read())
-        if isinstance(state, Mapping):
-            return state
-    except (ValueError, RecursionError) as e:
-        cause = e
-    raise InputError(
-        f"load_state({os.fspath(path)!r})", "the file does not hold a position.", "a file that save_state wrote"
-    ) from cause
 
 
 def marked(state: State, facts: Facts) -> State:
