@@ -88,8 +88,6 @@ REASONS = {
         ClusterCoordinator.fetch ClusterCoordinator.schedule Server.join""",
     "it asks a service, whose tests are its own": """
         TPUClusterResolver.connect""",
-    "it needs a library that is optional; tests/unit/summary/test_trackers.py has its messages": """
-        MLflowTracker WandbTracker""",
     "it passes its arguments to CheckpointManager.save": """
         PreemptionCheckpointHandler.save_checkpoint_if_preempted""",
     "it is print, with print's arguments and errors": """

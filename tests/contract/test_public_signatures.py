@@ -16,8 +16,10 @@ DELETED = {
     "phalanx.DistributedIterator.load_state": "phalanx.train.Checkpoint(iterator=iterator).read(path)",
     "phalanx.DistributedIterator.save_state": "phalanx.train.Checkpoint(iterator=iterator).write(path)",
     "phalanx.ReplicaContext.padding": "ReplicaContext.example_mask",
+    "phalanx.summary.trackers.MLflowTracker": "phalanx.summary.trackers.Tracker",
+    "phalanx.summary.trackers.WandbTracker": "phalanx.summary.trackers.Tracker",
 }
-"""Names that are gone, and what to use instead. The changelog has both."""
+"""Names that are gone, and what to use instead. The changelog has both. The methods of a class go with it."""
 
 CHANGED = {
     "phalanx.ReplicaContext": "The engine makes it. Its third argument held masks, and holds the batches that the masks belonged to.",
@@ -61,7 +63,8 @@ def test_comparison_finds_what_breaks_a_call(today, expected):
 
 
 def test_no_public_name_is_gone():
-    assert [name for name in BEFORE if name not in TODAY and name not in DELETED] == []
+    is_listed = lambda name: not {name, name.rpartition(".")[0]}.isdisjoint(DELETED)  # noqa: E731
+    assert [name for name in BEFORE if name not in TODAY and not is_listed(name)] == []
 
 
 def test_paths_of_modules_can_be_imported():

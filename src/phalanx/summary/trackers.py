@@ -12,12 +12,12 @@ from typing import Any, TextIO
 from typing_extensions import override
 
 from phalanx._src.tracing.records import Record
-from phalanx.errors import InvalidArgumentError, MissingDependencyError, arguments, shown
+from phalanx.errors import arguments
 from phalanx.errors.names import suggest_names
-from phalanx.summary.events import computed, is_installed
+from phalanx.summary.events import computed
 from phalanx.summary.steps import Step
 
-__all__ = ["CSVTracker", "MLflowTracker", "Tracker", "WandbTracker"]
+__all__ = ["CSVTracker", "Tracker"]
 
 
 class Tracker(ABC):
@@ -148,122 +148,6 @@ class CSVTracker(Tracker):
 
     def _write(self, *row: object) -> None:
         csv.writer(self._file, lineterminator="\n").writerow(row)  # type: ignore[arg-type]
-
-
-class MLflowTracker(Tracker):
-    """Logs to a run of MLflow. May be created in any context.
-
-    Args:
-      experiment: name of the experiment. It is created if it does not exist.
-      tracking_uri: the server, database or folder. None for MLflow's own setting.
-      run_name: name of the run. None for a generated name.
-
-    Raises:
-      InvalidArgumentError: an argument has the wrong type.
-      MissingDependencyError: MLflow is not installed.
-
-    Source: mlflow.MlflowClient.
-
-    Example:
-      >>> import phalanx
-      >>> tracker = phalanx.summary.trackers.MLflowTracker("digits")  # doctest: +SKIP
-    """
-
-    name = "mlflow"
-
-    def __init__(self, experiment: str, tracking_uri: str | None = None, run_name: str | None = None) -> None:
-        self._experiment = _text("experiment", experiment)
-        self._uri, self._run_name = (
-            None if text is None else _text(name, text)
-            for name, text in (("tracking_uri", tracking_uri), ("run_name", run_name))
-        )
-        _require("mlflow", "MLflowTracker")
-        self._client: Any = None
-        self._run = ""
-
-    @override
-    def start(self, config: Mapping[str, Any]) -> None:
-        """Creates the run, with the config as its parameters."""
-        from mlflow import MlflowClient
-
-        # A client and not `mlflow.start_run`: that one is a global of the process, which the user may use as well.
-        self._client = MlflowClient(tracking_uri=self._uri)
-        stored = self._client.get_experiment_by_name(self._experiment)
-        experiment = stored.experiment_id if stored else self._client.create_experiment(self._experiment)
-        self._run = self._client.create_run(experiment, run_name=self._run_name).info.run_id
-        for key, value in config.items():
-            self._client.log_param(self._run, key, value)
-
-    @override
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Logs metrics."""
-        for name, value in values.items():
-            self._client.log_metric(self._run, name, value, step=step)
-
-    @override
-    def finish(self) -> None:
-        """Marks the run as finished."""
-        self._client.set_terminated(self._run)
-
-
-class WandbTracker(Tracker):
-    """Logs to a run of Weights & Biases. May be created in any context.
-
-    Weights & Biases refuses a step before the last one, and values of epochs and batches alternate. The step is therefore logged
-    as a separate value, which is the x-axis of the others.
-
-    Args:
-      project: name of the project.
-      **options: other arguments of `wandb.init`.
-
-    Raises:
-      InvalidArgumentError: `project` is not a str.
-      MissingDependencyError: wandb is not installed.
-
-    Source: wandb.init and wandb.Run.log.
-
-    Example:
-      >>> import phalanx
-      >>> tracker = phalanx.summary.trackers.WandbTracker("digits", mode="offline")  # doctest: +SKIP
-    """
-
-    name = "wandb"
-
-    def __init__(self, project: str, **options: object) -> None:
-        self._project, self._options = _text("project", project), options
-        _require("wandb", "WandbTracker")
-        self._run: Any = None
-
-    @override
-    def start(self, config: Mapping[str, Any]) -> None:
-        """Starts the run."""
-        import wandb
-
-        self._run = wandb.init(project=self._project, config=dict(config), **self._options)
-        self._run.define_metric("*", step_metric="step")
-
-    @override
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Logs the values and their step."""
-        self._run.log({**values, "step": step})
-
-    @override
-    def finish(self) -> None:
-        """Ends the run."""
-        self._run.finish()
-
-
-def _text(name: str, value: object) -> str:
-    if not isinstance(value, str) or not value:
-        raise InvalidArgumentError(f"{name}={shown(value)}", "must be a str, not empty.", f'{name}="digits"')
-    return value
-
-
-def _require(library: str, tracker: str) -> None:
-    if not is_installed(library):
-        raise MissingDependencyError(
-            f"{tracker}(...)", f"it needs the library {library}, which is not installed.", f"pip install {library}"
-        )
 
 
 suggest_names(__name__)

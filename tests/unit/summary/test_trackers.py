@@ -1,8 +1,6 @@
 """Trackers get the scalars of compiled steps, from a thread of the writer."""
 
-import importlib.util
 import json
-import sys
 import threading
 
 import jax.numpy as jnp
@@ -11,7 +9,7 @@ import pytest
 
 import phalanx
 from phalanx import summary
-from phalanx.errors import InvalidArgumentError, MissingDependencyError, SummaryError
+from phalanx.errors import InvalidArgumentError, SummaryError
 from phalanx.summary import trackers
 
 
@@ -117,40 +115,6 @@ def test_csv_file_is_continued(tmp_path):
     assert config == {"rate": 0.5, "path": str(tmp_path)}
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("mlflow") is None, reason="mlflow is not installed: pip install mlflow-skinny"
-)
-def test_mlflow_keeps_steps_and_config(tmp_path, monkeypatch):
-    """In its store of files, read with its own client."""
-    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    from mlflow import MlflowClient
-
-    uri = tmp_path.as_uri()
-    for run in ("first", "second"):
-        tracker = trackers.MLflowTracker("digits", tracking_uri=uri, run_name=run)
-        writer = summary.create_tracker_writer(tracker, config={"rate": 0.5})
-        with writer.as_default():
-            for step in (0, 5):
-                summary.scalar("train/loss", 1 / (step + 1), step=step)
-        writer.close()
-    client = MlflowClient(tracking_uri=uri)
-    experiment = client.get_experiment_by_name("digits")
-    runs = client.search_runs([experiment.experiment_id])
-    assert sorted(run.info.run_name for run in runs) == ["first", "second"]
-    for run in runs:
-        assert (run.info.status, run.data.params) == ("FINISHED", {"rate": "0.5"})
-        history = client.get_metric_history(run.info.run_id, "train/loss")
-        assert [(m.step, m.value) for m in history] == [(0, 1.0), (5, pytest.approx(1 / 6))]
-
-
-@pytest.mark.parametrize(("make", "library"), [(trackers.MLflowTracker, "mlflow"), (trackers.WandbTracker, "wandb")])
-def test_missing_libraries_are_named(monkeypatch, make, library):
-    """With the command that installs them, before training starts."""
-    monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(MissingDependencyError, match=f"library {library}, .*\nHINT: pip install {library}"):
-        make("digits")
-
-
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -160,10 +124,6 @@ def test_missing_libraries_are_named(monkeypatch, make, library):
         (lambda: summary.create_tracker_writer(Listed(), config={3: 4}), "config="),
         (lambda: summary.create_tracker_writer(Listed(), max_queue=0), "max_queue=0"),
         (lambda: trackers.CSVTracker(3), "path=3"),
-        (lambda: trackers.MLflowTracker(3), "experiment=3"),
-        (lambda: trackers.MLflowTracker("digits", tracking_uri=3), "tracking_uri=3"),
-        (lambda: trackers.MLflowTracker("digits", run_name=""), "run_name=''"),
-        (lambda: trackers.WandbTracker(None), "project=None"),
     ],
 )
 def test_arguments_that_are_wrong(call, message):
