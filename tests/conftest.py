@@ -244,7 +244,7 @@ def _environment():
 def clean_slate():
     """Every test starts from the same seed and leaves no scope, thread or environment variable behind."""
     keras.utils.set_random_seed(0)
-    errors._slips.clear()
+    errors._warn_once.cache_clear()
     environment, threads = _environment(), set(threading.enumerate())
     yield
     assert context.depth() == 0, "the test left a scope open"

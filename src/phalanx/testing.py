@@ -2,9 +2,8 @@
 """Assertions, virtual devices and a virtual network for your tests."""
 
 import hashlib
-import itertools
 import math
-import os
+import secrets
 import subprocess
 from collections import Counter
 from collections.abc import Sequence
@@ -34,7 +33,6 @@ __all__ = ["VirtualNetwork", "assert_in_sync", "assert_restores_everywhere", "vi
 
 _DIGEST_BYTES = 8
 _BURST = "64kb"
-_networks = itertools.count()
 
 
 def virtual_topology(mesh_shape: Sequence[int]) -> device_assignment.TPUTopology:
@@ -95,24 +93,23 @@ class VirtualNetwork:
                 f"megabits_per_second={shown(rate)}", "must be a number above 0, or None.", "megabits_per_second=100"
             )
         self._rate = rate
-        number = f"{os.getpid()}n{next(_networks)}"
-        self._names = [f"phalanx{number}{end}" for end in "ab"]
-        # The name of an interface has at most 15 characters.
-        self._ends = [name[-15:] for name in self._names]
+        # Each machine has the name of its end of the cable, which has at most 15 characters.
+        token = secrets.token_hex(3)
+        self._names = [f"phalanx{token}{end}" for end in "ab"]
 
     def __enter__(self) -> Self:
         try:
             for name in self._names:
                 _call("ip", "netns", "add", name)
-            (first, second), (a, b) = self._names, self._ends
-            _call("ip", "link", "add", a, "netns", first, "type", "veth", "peer", b, "netns", second)
-            for name, end, address in zip(self._names, self._ends, self.addresses, strict=True):
-                _call("ip", "-n", name, "addr", "add", f"{address}/24", "dev", end)
+            first, second = self._names
+            _call("ip", "link", "add", first, "netns", first, "type", "veth", "peer", second, "netns", second)
+            for name, address in zip(self._names, self.addresses, strict=True):
+                _call("ip", "-n", name, "addr", "add", f"{address}/24", "dev", name)
                 _call("ip", "-n", name, "link", "set", "lo", "up")
-                _call("ip", "-n", name, "link", "set", end, "up")
+                _call("ip", "-n", name, "link", "set", name, "up")
                 if self._rate is not None:
                     limit = ["rate", f"{self._rate:g}mbit", "burst", _BURST, "latency", "100ms"]
-                    _call("tc", "-n", name, "qdisc", "add", "dev", end, "root", "tbf", *limit)
+                    _call("tc", "-n", name, "qdisc", "add", "dev", name, "root", "tbf", *limit)
         except (OSError, subprocess.CalledProcessError) as e:
             self.__exit__()
             why = e.stderr.decode().strip() if isinstance(e, subprocess.CalledProcessError) else f"{e}"
@@ -147,11 +144,14 @@ class VirtualNetwork:
 
     def pull_cable(self) -> None:
         """Disconnects the machines. Their connections stay open, and nothing arrives."""
-        _call("ip", "-n", self._names[1], "link", "set", self._ends[1], "down")
+        self._switch_cable("down")
 
     def plug_cable(self) -> None:
         """Reconnects the machines."""
-        _call("ip", "-n", self._names[1], "link", "set", self._ends[1], "up")
+        self._switch_cable("up")
+
+    def _switch_cable(self, state: str) -> None:
+        _call("ip", "-n", self._names[1], "link", "set", self._names[1], state)
 
 
 def _call(*words: str) -> None:

@@ -18,6 +18,7 @@ from keras.src.utils import naming
 import phalanx
 from phalanx._src import compat
 from phalanx._src.mesh.topology import Topology
+from phalanx._src.runtime.settings import settings
 from phalanx.errors import ContextError
 
 
@@ -196,7 +197,7 @@ def test_direct_assign_is_the_eager_assignment():
 def test_large_variables_get_no_value():
     """`Variable._initialize_with_initializer` is what gives a new variable its value, and `_initialize_layout` its layout."""
     topology = Topology.of(["cpu:0", "cpu:1"])
-    with compat.without_large_values(1024), compat.variable_layout(topology.sharding_of, topology.mesh):
+    with settings.changed(hollow_bytes=1024), compat.variable_layout(topology.sharding_of, topology.mesh):
         small, large = keras.Variable("ones", shape=(255,)), keras.Variable("ones", shape=(256,))
         given = keras.Variable(np.ones(256, "float32"))
     assert [compat.is_hollow(v) for v in (small, large, given)] == [False, True, False]
@@ -522,7 +523,7 @@ def test_value_of_a_variable_without_an_array():
         compat.set_raw_values([v], [None])
         np.testing.assert_array_equal(v.value, [1.0, 1.0])
     finally:
-        compat.variables._hooks.filling.remove(asked.append)
+        compat.engine_hooks.filling.remove(asked.append)
     assert [variable is v for variable in asked].count(True) == 1
 
 

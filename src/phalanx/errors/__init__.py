@@ -38,11 +38,12 @@ Every message has three parts: the request, the reason why it fails, and a hint 
 There are two warnings: `RecompilationWarning`, and `SlipWarning` for probable mistakes that may be intended.
 """
 
+import functools
 import warnings
 from collections.abc import Sequence
 from typing import Self
 
-from phalanx.errors.frames import user_place
+from phalanx.errors.frames import Place, user_place
 from phalanx.errors.names import suggest_names
 from phalanx.errors.printable import printable
 
@@ -257,9 +258,6 @@ class SlipWarning(UserWarning):
     """The code looks like a mistake but may be intended, so it is not an error."""
 
 
-_slips: set[object] = set()
-
-
 def warn_of_slip(found: str, hint: str, category: type[UserWarning] = SlipWarning) -> None:
     """Warns about a probable mistake, once per process and line of user code. The warning names that line.
 
@@ -268,13 +266,14 @@ def warn_of_slip(found: str, hint: str, category: type[UserWarning] = SlipWarnin
       hint: what to write instead.
       category: the class of the warning.
     """
-    place = user_place()
-    if (found, place) in _slips:
-        return
-    _slips.add((found, place))
     message = printable(f"{found}\nHINT: {hint}")
+    _warn_once(message, category, user_place())  # type: ignore[arg-type]
+
+
+@functools.cache
+def _warn_once(message: str, category: type[UserWarning], place: Place | None) -> None:
     if place is None:
-        warnings.warn(message, category, stacklevel=2)
+        warnings.warn(message, category, stacklevel=3)
     else:
         warnings.warn_explicit(message, category, place.filename, place.lineno)
 

@@ -12,6 +12,7 @@ import keras
 from phalanx._src import compat
 from phalanx._src.kernels import activation, convolution, platforms, pooling
 from phalanx._src.kernels.windows import Windows
+from phalanx._src.runtime.settings import settings
 from phalanx._src.tracing import context
 from phalanx._src.typed_jax import optimization_barrier
 from phalanx.errors import arguments
@@ -22,8 +23,6 @@ _MOST_PLACES = 128
 _MOST_PATCHES, _MOST_PRODUCTS = 3 * 2**19, 2**23
 """Number of floats that a gradient may store besides its arguments. With more, memory costs more than a matrix product saves."""
 _FEW_CHANNELS = 4
-
-_is_on = True
 
 
 def set_cpu_kernels(enabled: bool) -> None:
@@ -43,13 +42,12 @@ def set_cpu_kernels(enabled: bool) -> None:
       >>> phalanx.keras.set_cpu_kernels(False)
       >>> phalanx.keras.set_cpu_kernels(True)
     """
-    global _is_on  # noqa: PLW0603
-    _is_on = arguments.flag("enabled", enabled)
+    settings.cpu_kernels = arguments.flag("enabled", enabled)
 
 
 def _is_for(x: Any, *arrays: Any) -> bool:
     """Returns whether `x` is computed by a traced step for CPUs, in a scope, and all arrays are floats."""
-    if not (_is_on and isinstance(x, jax.core.Tracer) and context.has_strategy()):
+    if not (settings.cpu_kernels and isinstance(x, jax.core.Tracer) and context.has_strategy()):
         return False
     topology = context.current().strategy.topology
     devices = topology.devices if topology.has_devices else ()

@@ -13,7 +13,8 @@ from typing import Any
 
 from phalanx._src import compat
 from phalanx._src.programs.identity import IdentityMap
-from phalanx.errors import InvalidArgumentError, shown
+from phalanx._src.runtime.settings import settings
+from phalanx.errors import arguments
 from phalanx.typing import PyTree
 
 
@@ -32,7 +33,6 @@ class _Source:
 
 _sources: IdentityMap[_Source] = IdentityMap()
 """By probability."""
-_is_on = True
 
 
 def set_logits_recovery(enabled: bool) -> None:
@@ -51,26 +51,19 @@ def set_logits_recovery(enabled: bool) -> None:
       >>> phalanx.keras.set_logits_recovery(False)
       >>> phalanx.keras.set_logits_recovery(True)
     """
-    global _is_on  # noqa: PLW0603
-    if not isinstance(enabled, bool):
-        raise InvalidArgumentError(
-            f"set_logits_recovery({shown(enabled)})",
-            "enabled must be a bool.",
-            "phalanx.keras.set_logits_recovery(False)",
-        )
-    _is_on = enabled
+    settings.logits_recovery = arguments.flag("enabled", enabled)
 
 
 def _sigmoid(original: Callable[..., Any], x: PyTree) -> Any:
     probability = original(x)
-    if _is_on and compat.is_lifting():
+    if settings.logits_recovery and compat.is_lifting():
         _sources[probability] = _Source(compat.to_tensor(x), None)
     return probability
 
 
 def _softmax(original: Callable[..., Any], x: PyTree, axis: Any = -1) -> Any:
     probability = original(x, axis=axis)
-    if _is_on and isinstance(axis, int) and compat.is_lifting():
+    if settings.logits_recovery and isinstance(axis, int) and compat.is_lifting():
         _sources[probability] = _Source(compat.to_tensor(x), axis % probability.ndim)
     return probability
 

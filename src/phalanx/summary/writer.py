@@ -6,7 +6,6 @@ import os
 import queue
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -168,7 +167,8 @@ class _QueueWriter(SummaryWriter):
                 raise self._lost(e) from e
             self._thread = threading.Thread(target=self._work, args=(sink,), name="phalanx-summary", daemon=True)
             self._thread.start()
-            _open_writers.add(self)
+            # So that the end of the process writes what is in the queue.
+            atexit.register(self.close)
 
     @override
     def write(self, record: Record, step: Step) -> None:
@@ -193,7 +193,7 @@ class _QueueWriter(SummaryWriter):
             if self._is_closed:
                 return
             self._is_closed = True
-            _open_writers.discard(self)
+            atexit.unregister(self.close)
             if self._thread is not None:
                 self._items.put(_CLOSE)
                 self._thread.join()
@@ -247,16 +247,6 @@ class _QueueWriter(SummaryWriter):
 
 class _NoopWriter(SummaryWriter):
     """Writes nothing."""
-
-
-_open_writers: "weakref.WeakSet[_QueueWriter]" = weakref.WeakSet()
-
-
-@atexit.register
-def _close_all() -> None:
-    """Writes what is in the queues when the process ends."""
-    for writer in list(_open_writers):
-        writer.close()
 
 
 def create_file_writer(

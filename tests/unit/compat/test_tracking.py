@@ -76,7 +76,7 @@ def test_own_variables_are_those_of_one_object():
 def test_growth_is_told_after_a_build(monkeypatch):
     """`Layer._post_build` of Keras, and `build` of each class of optimizers: when the slots are there."""
     told = []
-    monkeypatch.setattr(compat.tracking, "_growth", [told.append])
+    monkeypatch.setattr(compat.engine_hooks, "grown", [told.append])
     dense, optimizer = layers.Dense(2), keras.optimizers.SGD(0.1, momentum=0.9)
     told.clear()
     dense(np.ones((1, 3)))

@@ -69,7 +69,7 @@ def test_softmax_equals_its_logits(strategy, kind, y):
 @pytest.mark.slow
 def test_option_turns_it_off(strategy):
     """The loss is then that of plain Keras, which clips. Anything but a bool is refused."""
-    with pytest.raises(InvalidArgumentError, match=r"must be a bool.*\nHINT: phalanx.keras.set_logits_recovery"):
+    with pytest.raises(InvalidArgumentError, match=r"enabled='no': must be True or False.*\nHINT: enabled=True"):
         phalanx.keras.set_logits_recovery("no")
     phalanx.keras.set_logits_recovery(False)
     clipped, _ = fitted(strategy, "binary_crossentropy", IS_POSITIVE, [layers.Activation("sigmoid")])

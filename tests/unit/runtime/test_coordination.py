@@ -34,7 +34,7 @@ input()
 coordination.listen_at(f"127.0.0.{rank + 2}")
 for service in services:
     coordination.connect(service, rank, 2, 100)
-    ports = coordination._ports
+    ports = coordination._group.ports
     hosts = {each.getsockname()[0] for each in sockets_of_process() if each.getsockname()[1] in ports}
     jax.jit(double)(np.ones(3))
     shared = coordination.share(f"{service}".encode() if rank == 1 else None) == service.encode()
@@ -180,7 +180,7 @@ def test_two_groups_one_after_the_other(tmp_path):
 def test_connections_of_the_group_are_broken_off(monkeypatch):
     """Sockets at its ports can no longer be read, others can."""
     with socket.create_server(("127.0.0.1", 0)) as ours, socket.create_server(("127.0.0.1", 0)) as other:
-        monkeypatch.setattr(coordination, "_ports", {ours.getsockname()[1]})
+        monkeypatch.setattr(coordination._group, "ports", {ours.getsockname()[1]})
         assert {ours.getsockname()[1], other.getsockname()[1]} <= listening_ports()
         with (
             socket.create_connection(ours.getsockname()) as first,

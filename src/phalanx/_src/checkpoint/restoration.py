@@ -21,6 +21,7 @@ from phalanx._src.checkpoint.objects import REPLICAS, Part, Snapshot, StatePart,
 from phalanx._src.checkpoint.slots import StoredSlots
 from phalanx._src.checkpoint.store import CheckpointFile
 from phalanx._src.compat import Variable
+from phalanx._src.compat.facts import facts_of, note_facts
 from phalanx._src.programs.identity import IdentityMap
 from phalanx.errors import CheckpointMismatchError, InputError, PhalanxError
 
@@ -95,21 +96,19 @@ def _kind_of_optimizer(value: object) -> str | None:
     return type(value).__name__ if is_optimizer else None
 
 
-_architectures: "weakref.WeakKeyDictionary[keras.Model, str]" = weakref.WeakKeyDictionary()
-
-
 def _architecture(model: keras.Model) -> str | None:
     """Returns the configuration of a model as JSON, without its optimizer. None if the model has none, or no variables yet."""
     if not model.built:
         return None
-    if model not in _architectures:
+    if (architecture := facts_of(model).architecture) is None:
         try:
             config = json.loads(model.to_json())
         except Exception:
             # Whatever `get_config` of a model raises, its variables can be saved.
             config = None
-        _architectures[model] = "" if config is None else json.dumps(config | {"compile_config": None})
-    return _architectures[model] or None
+        architecture = "" if config is None else json.dumps(config | {"compile_config": None})
+        note_facts(model).architecture = architecture
+    return architecture or None
 
 
 class _Match(NamedTuple):

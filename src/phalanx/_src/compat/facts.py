@@ -29,6 +29,7 @@ class ObjectFacts:
       is_elementwise: whether an update of a slot, and of its variable, uses each element of both without the others.
       is_scaled: whether a loss-scaling optimizer applies this one, which needs all gradients at once.
       chosen_name: name that a program or a file has given a layer, if it looks as if Keras had numbered it.
+      architecture: configuration of a model as JSON. Empty if it has none, None if it was not asked yet.
     """
 
     maker: int | None = None
@@ -44,6 +45,7 @@ class ObjectFacts:
     is_elementwise: bool = False
     is_scaled: bool = False
     chosen_name: str | None = None
+    architecture: str | None = None
 
 
 _NOTHING = ObjectFacts()

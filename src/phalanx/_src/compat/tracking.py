@@ -17,7 +17,7 @@ from phalanx._src.compat.hooks import extend
 from phalanx._src.compat.layouts import layout_of
 from phalanx._src.compat.optimizers import BaseOptimizer, reference_of
 from phalanx._src.compat.scope import active_scope
-from phalanx._src.compat.variables import is_new
+from phalanx._src.compat.variables import engine_hooks, is_new
 from phalanx._src.mesh.arrays import put_small
 from phalanx.typing import PyTree
 
@@ -145,11 +145,11 @@ def parts_of(owner: Owner) -> Iterator[tuple[str, Any]]:
 @functools.cache
 def _hidden(kind: type[keras.layers.Layer]) -> frozenset[str]:
     """Returns the attributes in which Keras itself tracks the parts of an object."""
-    listeners, _growth[:] = _growth[:], []  # The objects made here are not reported.
+    listeners, engine_hooks.grown = engine_hooks.grown, []  # The objects made here are not reported.
     try:
         return frozenset(name for base in _bare_objects(kind) for name in vars(base))
     finally:
-        _growth[:] = listeners
+        engine_hooks.grown = listeners
 
 
 def _bare_objects(kind: type[keras.layers.Layer]) -> list[Any]:
@@ -162,12 +162,9 @@ def _bare_objects(kind: type[keras.layers.Layer]) -> list[Any]:
     return [*bare, keras.Sequential(name="_"), compiled]
 
 
-_growth: list[Callable[[Owner], None]] = []
-
-
 def on_growth(hear: Callable[[Owner], None]) -> None:
     """Registers a function that is called with a layer or optimizer after it was built, or an optimizer with a new companion."""
-    _growth.append(hear)
+    engine_hooks.grown.append(hear)
 
 
 def beside(
@@ -224,7 +221,7 @@ def _after(original: Callable[..., None], self: Owner, *args: PyTree) -> None:
 
 
 def _tell(owner: Owner) -> None:
-    for hear in _growth:
+    for hear in engine_hooks.grown:
         hear(owner)
 
 

@@ -6,7 +6,6 @@ import math
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -26,6 +25,7 @@ from phalanx._src.compat.scope import lift_scope, surrounding_scope
 from phalanx._src.compat.undo import RAW_VALUE, note_old_value
 from phalanx._src.mesh.arrays import copied, put_parts, put_shards, put_small, require_fits, spans_processes
 from phalanx._src.mesh.topology import whole
+from phalanx._src.runtime.settings import settings
 from phalanx.errors import PhalanxError, VariableError, shown
 from phalanx.errors.frames import Place, user_place
 from phalanx.typing import PyTree
@@ -97,8 +97,8 @@ changes = _Changes()
 
 
 @dataclass
-class _Hooks:
-    """Functions that the engine has registered for events of variables.
+class EngineHooks:
+    """Functions that the engine has registered for events of variables and of objects that have variables.
 
     Attributes:
       made: functions of each new variable.
@@ -106,6 +106,8 @@ class _Hooks:
       read: functions of each variable whose stored array a read returns.
       assigned: functions of each variable that was assigned eagerly.
       indexed: functions of a variable and an index, before the index is applied.
+      grown: functions of each layer and optimizer after it was built, and of an optimizer with a new companion.
+      reading: held while a variable without a stored array is filled, read and emptied again.
     """
 
     made: list[Callable[[Variable], None]] = field(default_factory=list)
@@ -113,14 +115,16 @@ class _Hooks:
     read: list[Callable[[Variable], None]] = field(default_factory=list)
     assigned: list[Callable[[Variable], None]] = field(default_factory=list)
     indexed: list[Callable[[Variable, Any], None]] = field(default_factory=list)
+    grown: list[Callable[[Any], None]] = field(default_factory=list)
+    reading: threading.RLock = field(default_factory=threading.RLock)
 
 
-_hooks = _Hooks()
+engine_hooks = EngineHooks()
 
 
 def on_assign(hear: Callable[[Variable], None]) -> None:
     """Registers a function that is called with the variable after every eager assignment."""
-    _hooks.assigned.append(hear)
+    engine_hooks.assigned.append(hear)
 
 
 def on_first_read(fill: Callable[[Variable], bool]) -> None:
@@ -129,7 +133,7 @@ def on_first_read(fill: Callable[[Variable], bool]) -> None:
     Args:
       fill: stores an array in the variable if it can. Returns whether the array is only for this read, and is then removed.
     """
-    _hooks.filling.append(fill)
+    engine_hooks.filling.append(fill)
 
 
 _FEW = 1 << 20
@@ -156,13 +160,10 @@ _trainable: Any = next(vars(c)["trainable"] for c in Variable.__mro__ if "traina
 
 Variable.trainable = property(_trainable.fget, _set_trainable, doc=_trainable.__doc__)
 
-# Held while a variable without a stored array is filled, read and emptied again.
-_reading = threading.RLock()
-
 
 def on_read(observe: Callable[[Variable], None]) -> None:
     """Registers a function that is called with the variable whenever a read returns the stored array itself."""
-    _hooks.read.append(observe)
+    engine_hooks.read.append(observe)
 
 
 def _read(variable: Variable) -> PyTree:
@@ -171,11 +172,11 @@ def _read(variable: Variable) -> PyTree:
     if stored is not None or surrounding_scope() is not None:
         value = _value.fget(variable)
         if value is stored:
-            for observe in _hooks.read:
+            for observe in engine_hooks.read:
                 observe(variable)
         return value
-    with _reading:
-        is_lent = [fill(variable) for fill in _hooks.filling]
+    with engine_hooks.reading:
+        is_lent = [fill(variable) for fill in engine_hooks.filling]
         try:
             return _value.fget(variable)
         finally:
@@ -190,7 +191,7 @@ Variable.value = property(_read, doc=_value.__doc__)
 
 def on_variable(hear: Callable[[Variable], None]) -> None:
     """Registers a function that is called with every variable after its creation."""
-    _hooks.made.append(hear)
+    engine_hooks.made.append(hear)
 
 
 def set_maker(variable: Variable, number: int) -> None:
@@ -257,12 +258,12 @@ def take_outer(variables: Sequence[Variable]) -> None:
 
 def on_index(check: Callable[[Variable, Any], None]) -> None:
     """Registers a function that is called with `(variable, index)` before `variable[index]`, and may raise."""
-    _hooks.indexed.append(check)
+    engine_hooks.indexed.append(check)
 
 
 @extend(Variable, "__getitem__")
 def _getitem(original: Callable[..., jax.Array], self: Variable, idx: object) -> jax.Array:
-    for check in _hooks.indexed:
+    for check in engine_hooks.indexed:
         check(self, idx)
     return original(self, idx)
 
@@ -272,7 +273,7 @@ def _init(original: Callable[..., Any], self: Variable, initializer: object, *ar
     _make(original, self, initializer, *args, **kwargs)
     if lift_scope() is not None:
         note_facts(self).place = user_place()
-    for hear in _hooks.made:
+    for hear in engine_hooks.made:
         hear(self)
 
 
@@ -292,20 +293,6 @@ def _make(original: Callable[..., Any], self: Variable, initializer: object, *ar
     original(self, lambda shape, dtype: keras.ops.convert_to_tensor(value, dtype=dtype), *args[3:], **arguments)
 
 
-_smallest: list[int] = []
-"""The number of bytes from which a new variable gets no array. Empty if all variables get arrays."""
-
-
-@contextmanager
-def without_large_values(num_bytes: int) -> Iterator[None]:
-    """Creates variables of at least `num_bytes` bytes without a value inside the context. Reading such a variable gives zeros."""
-    _smallest.append(num_bytes)
-    try:
-        yield
-    finally:
-        _smallest.pop()
-
-
 def is_hollow(variable: Variable) -> bool:
     """Whether `variable` was created without a value, and has got none since."""
     return variable._value is None and facts_of(variable).is_hollow
@@ -315,7 +302,8 @@ def is_hollow(variable: Variable) -> bool:
 def _initialize(original: Callable[..., Any], self: Variable, initializer: Callable[..., Any]) -> None:
     self._initialize_layout()
     layout = divided_layout(self)
-    if _smallest and math.prod(self._shape) * jnp.dtype(self._dtype).itemsize >= _smallest[-1]:
+    least = settings.hollow_bytes
+    if least is not None and math.prod(self._shape) * jnp.dtype(self._dtype).itemsize >= least:
         note_facts(self).is_hollow, self._value = True, None
     elif layout is not None and not isinstance(getattr(initializer, "seed", None), keras.random.SeedGenerator):
         # One program, whose values do not depend on the mesh, and of which each process computes its own shards.
@@ -454,5 +442,5 @@ def _explain_refusal(variable: Variable, method: str, value: object, error: Exce
 def _direct_assign(original: Callable[..., Any], self: Variable, value: object) -> None:
     note_old_value(self)
     original(self, value)
-    for hear in _hooks.assigned:
+    for hear in engine_hooks.assigned:
         hear(self)

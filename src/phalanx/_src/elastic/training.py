@@ -2,7 +2,6 @@
 """One training run of a process whose group may change: it keeps copies, leaves and enters groups, and continues."""
 
 import gc
-import itertools
 import signal
 import threading
 import time
@@ -31,8 +30,6 @@ from phalanx.errors import PeerLostError, StartupError, StateLostError, listed
 _ATTEMPTS = 10
 _COLLECT_AFTER = 3
 """Steps of a new group after which what is left of the last one is collected."""
-
-_calls = itertools.count()
 
 
 class GroupChange(Exception):  # noqa: N818  (It is not an error.)
@@ -95,8 +92,8 @@ class Training:
         # The number of steps that the watchdog knew when the present step began. None between two steps.
         self._steps_before: int | None = None
         self._steps_to_collect = 0
-        self._call = next(_calls)
-        self.is_over = member.begin(self._call) > self._call and member.is_late
+        self._call, current_call = member.begin()
+        self.is_over = current_call > self._call and member.is_late
         """Whether the others have finished this training before this process joined them."""
 
     @property

@@ -6,6 +6,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Generic, TypeVar, final
 
 import jax
@@ -37,17 +38,17 @@ T = TypeVar("T")
 
 _MOST_STEPS = 2**31 - 1
 
-_unused: set[int] = set()
+_unused: ContextVar[frozenset[int]] = ContextVar("phalanx_unused", default=frozenset())
 
 
 @contextmanager
 def not_yet_used(values: PyTree) -> Iterator[None]:
     """Returns a context in which iterators give the position before their last batch, if that batch is among `values`."""
-    _unused.update(_ids(values))
+    token = _unused.set(_ids(values))
     try:
         yield
     finally:
-        _unused.clear()
+        _unused.reset(token)
 
 
 @final
@@ -257,7 +258,7 @@ class DistributedIterator(AbstractIterator):
           A dict of numbers, strings, lists and dicts.
         """
         state = self._state
-        if _unused and self._last is not None and _unused & _ids(self._last[0]):
+        if (unused := _unused.get()) and self._last is not None and unused & _ids(self._last[0]):
             state = self._last[1]
         return self.state_at(state)
 
@@ -418,8 +419,8 @@ def require_outside_programs(call: str) -> None:
         )
 
 
-def _ids(values: PyTree) -> set[int]:
-    return set(map(id, jax.tree.leaves(values, is_leaf=is_distributed)))
+def _ids(values: PyTree) -> frozenset[int]:
+    return frozenset(map(id, jax.tree.leaves(values, is_leaf=is_distributed)))
 
 
 def _shapes(batch: PyTree) -> list[tuple[int, ...]]:

@@ -5,8 +5,7 @@ All replicas have arrays of equal shapes. If they have different numbers of rows
 real comes first.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +19,7 @@ from phalanx._src.input.sources.base import Owner
 from phalanx._src.mesh.arrays import as_number, is_array, map_named
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.mesh.values import ComponentSizes, PerReplica, flatten, is_distributed
+from phalanx._src.runtime.settings import settings
 from phalanx.errors import InvalidArgumentError, arguments
 from phalanx.typing import PyTree
 
@@ -53,20 +53,6 @@ class ValueContext:
         return f"ValueContext(replica {self.replica_id_in_sync_group} of {self.num_replicas_in_sync})"
 
 
-_wrapping: list[bool] = []
-"""Not empty while the only replica of a strategy gets a `PerReplica`, too."""
-
-
-@contextmanager
-def always_per_replica() -> Iterator[None]:
-    """Places batches in the context as `PerReplica` also for one replica, so that their rows can be told from other arrays."""
-    _wrapping.append(True)
-    try:
-        yield
-    finally:
-        _wrapping.pop()
-
-
 class Placement:
     """Places the pieces of one dataset on the devices.
 
@@ -97,7 +83,7 @@ class Placement:
         rows, places = ComponentSizes.of_counts(counts, first), max(1, *counts)
         columns, tree = columns_of(step.piece)
         # One replica: return plain arrays, which are cheaper than `PerReplica`.
-        if room is None and rows is None and replicas == 1 and not _wrapping:
+        if room is None and rows is None and replicas == 1 and not settings.wraps_one_replica:
             batch = tree.unflatten([leaf[:] if isinstance(leaf, Landed) else leaf for (leaf, *_) in columns])
             return self._topology.put_replicated(batch) if self._fetches else batch
         local = step.piece.counts

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The TPU system of this job: connects its hosts and discovers its cores."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from itertools import groupby
 
 import jax
@@ -12,6 +11,7 @@ from phalanx._src.cluster.resolvers.base import ClusterResolver
 from phalanx._src.cluster.resolvers.tpu import TPUClusterResolver
 from phalanx._src.mesh.device_assignment import TPUTopology
 from phalanx._src.runtime import bootstrap
+from phalanx._src.runtime.settings import settings
 from phalanx.errors import ClusterSourceError, DeviceError, InvalidArgumentError, shown
 
 # The topology that emulates TPUs on CPU devices, or empty. Process-wide, like the JAX devices.
@@ -38,20 +38,6 @@ def declare_virtual(mesh_shape: Sequence[int]) -> TPUTopology:
     places = np.stack(np.unravel_index(np.arange(count), tuple(mesh_shape)), axis=-1)
     _virtual[:] = [_topology(mesh_shape, devices[:count], places)]
     return _virtual[0]
-
-
-_emulating: list[bool] = []
-"""Not empty while CPU devices emulate a TPU system that a program asks for."""
-
-
-@contextmanager
-def emulated() -> Iterator[None]:
-    """Emulates TPUs in the context: a program that asks for a TPU system gets all CPU devices, as chips in a row."""
-    _emulating.append(True)
-    try:
-        yield
-    finally:
-        _emulating.pop()
 
 
 def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> TPUTopology:
@@ -86,7 +72,7 @@ def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> TP
         raise InvalidArgumentError(
             f"cluster_resolver={shown(resolver)}", "must be a ClusterResolver.", 'TPUClusterResolver("local")'
         )
-    if _emulating and not _virtual:
+    if settings.emulates_tpus and not _virtual:
         declare_virtual((len(jax.devices("cpu")), 1, 1, 1))
     if _virtual:
         return _virtual[0]

@@ -13,9 +13,9 @@ import functools
 import json
 import os
 import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -40,6 +40,22 @@ _SHARE_S = 600
 _KEPT_SERVICES = 2
 _ATTEMPTS = 5
 _APART = "--xla_disable_hlo_passes=cpu-all-reduce-combiner"
+
+
+@dataclass
+class _Group:
+    """The group of this process.
+
+    Attributes:
+      ports: ports at which gloo listens in the processes of the group.
+      is_broken: whether it has lost a process.
+    """
+
+    ports: set[int] = field(default_factory=set)
+    is_broken: bool = False
+
+
+_group = _Group()
 
 
 def keep_all_reduces_apart() -> None:
@@ -88,9 +104,9 @@ def connect(address: str, rank: int, size: int, timeout_s: float) -> set[int]:
     # compile again after each change of the group. JAX reads this number for nothing else once the devices are known.
     state.process_id = 0
     client.key_value_set(f"phalanx/ports/{rank}", json.dumps(sorted(ports)))
-    _ports.clear()
+    _group.ports.clear()
     for other in range(size):
-        _ports.update(json.loads(client.blocking_key_value_get(f"phalanx/ports/{other}", int(1000 * timeout_s))))
+        _group.ports.update(json.loads(client.blocking_key_value_get(f"phalanx/ports/{other}", int(1000 * timeout_s))))
     return ports
 
 
@@ -163,22 +179,15 @@ def exchange_twice(between: Callable[[], None]) -> None:
 def _find_devices() -> None:
     for attempt in range(_ATTEMPTS):
         try:
-            if _broken.is_set():
+            if _group.is_broken:
                 raise RuntimeError("the group has lost a process before it was complete")
             jax.devices()
         except RuntimeError:
             # gloo asks for the address of this machine's name. That fails at times while connections of an earlier group are closed.
-            if attempt + 1 == _ATTEMPTS or _broken.is_set():
+            if attempt + 1 == _ATTEMPTS or _group.is_broken:
                 raise
         else:
             return
-
-
-_broken = threading.Event()
-"""Set when the group has lost a process."""
-
-_ports: set[int] = set()
-"""The ports at which gloo listens in the processes of the group."""
 
 
 def break_off() -> None:
@@ -187,10 +196,10 @@ def break_off() -> None:
     A process that has died closes its own connections, but a third one may wait for a process that has left the group. Where gloo is not
     connected yet, a process waits for what another one tells the service: for minutes, unless its own connection with the service ends.
     """
-    _broken.set()
+    _group.is_broken = True
     for connection in sockets_of_process():
         with connection, contextlib.suppress(OSError):
-            if {connection.getsockname()[1], connection.getpeername()[1]} & _ports:
+            if {connection.getsockname()[1], connection.getpeername()[1]} & _group.ports:
                 stop_reading(connection)
     _end_client()
 
@@ -220,7 +229,7 @@ def disconnect() -> None:
     """Leaves the group, whose other processes may have died. The devices stay usable until `drop_devices`."""
     state: Any = distributed.global_state
     _end_client()
-    _broken.clear()
+    _group.is_broken = False
     state.client, state.process_id, state.num_processes = None, 0, 1
 
 

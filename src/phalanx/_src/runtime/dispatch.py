@@ -33,11 +33,12 @@ def process_dispatching() -> AbstractContextManager[Any]:
 @contextmanager
 def calling_back() -> Iterator[None]:
     """Marks that this thread waits for a program whose host callbacks run Python code."""
-    _waiting.append(threading.get_ident())
+    thread = threading.get_ident()
+    _waiting.append(thread)
     try:
         yield
     finally:
-        _waiting.pop()
+        _waiting.remove(thread)  # Another thread may have begun to wait since.
 
 
 def _require_outside_callbacks() -> None:

@@ -3,7 +3,6 @@
 
 import copy
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -13,6 +12,7 @@ from jax.tree_util import tree_flatten
 
 from phalanx._src.mesh.arrays import as_number, copied, map_named
 from phalanx._src.mesh.values import ComponentSizes, Mirrored, PerReplica, flatten, is_distributed
+from phalanx._src.runtime.settings import settings
 from phalanx.errors import InputError, TraceError, shown
 from phalanx.typing import PyTree
 
@@ -162,20 +162,6 @@ class Parts:
         self.arrays, self.sharded, self.streams = arrays, sharded, all_streams
 
 
-_conversions: list[Callable[[Any], Any]] = []
-"""Functions of an array that is sharded over the replicas, of which the last says what a program takes instead."""
-
-
-@contextmanager
-def converting(convert: Callable[[Any], Any]) -> Iterator[None]:
-    """Traces programs in the context for `convert(x)` instead of each array `x` that is sharded over the replicas."""
-    _conversions.append(convert)
-    try:
-        yield
-    finally:
-        _conversions.pop()
-
-
 class Arguments(Parts):
     """The arguments of one call. Numbers and arrays of any library enter the program.
 
@@ -202,19 +188,20 @@ class Arguments(Parts):
             for nest, name in ((args, "args"), (kwargs, "kwargs")):
                 map_named(as_number, nest, name, is_leaf=is_distributed)
             raise
-        if _conversions:
+        if settings.convert is not None:
             self._convert()
         self.key: Hashable = (self.structure, tuple(map(_spec, self.arrays)))
 
     def converted(self) -> "Arguments":
-        """Returns these arguments as programs take them in the current `converting` context."""
+        """Returns these arguments as programs take them under the present `settings.convert`."""
         other = copy.copy(self)
         other._convert()
         return other
 
     def _convert(self) -> None:
-        pairs = zip(self.arrays, self.sharded, strict=True)
-        self.arrays = [_conversions[-1](x) if is_sharded else x for x, is_sharded in pairs]
+        if (convert := settings.convert) is not None:
+            pairs = zip(self.arrays, self.sharded, strict=True)
+            self.arrays = [convert(x) if is_sharded else x for x, is_sharded in pairs]
 
 
 def require_alive(args: PyTree, kwargs: PyTree) -> None:

@@ -178,15 +178,16 @@ def test_newcomer_in_an_earlier_training(hall):
     found = hall(1)
     (first,) = members = found.members(0)
     found.meet(members)
-    assert first.begin(0) == 0
+    assert first.begin() == (0, 0)
     (newcomer,) = found.members(1)
-    assert newcomer.begin(0) == 0
+    assert newcomer.begin() == (0, 0)
     met = meeting(newcomer, [-1])
     found.until_ready(1)
-    assert first.begin(1) == 1
+    assert first.begin() == (1, 1)
     assert met() is None
     assert newcomer.is_late
-    assert newcomer.begin(0) == 1
+    (later,) = found.members(2)
+    assert later.begin() == (0, 1)
 
 
 def test_survivor_at_the_end_of_an_earlier_training(hall):
@@ -194,7 +195,7 @@ def test_survivor_at_the_end_of_an_earlier_training(hall):
     found = hall(1)
     first, second, third = members = found.members(0, 1, 2)
     found.meet(members)
-    assert first.begin(1) == 0
+    assert [first.begin(), first.begin()] == [(0, 0), (1, 0)]
     hang_up(third)
     assert meeting(second, [9, 0, 0])() is None
     assert second.is_late

@@ -7,6 +7,7 @@ waits for its generation. Uses the standard library only.
 """
 
 import functools
+import itertools
 import json
 import os
 import queue
@@ -91,7 +92,7 @@ class Membership(threading.Thread):
         self.number = number
         self._saying = threading.Lock()
         self._generations: queue.SimpleQueue[Generation | str | None] = queue.SimpleQueue()
-        self._calls: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._begun, self._calls = itertools.count(), queue.SimpleQueue[int | None]()
         self.changed: Callable[[str], None] = lambda reason: None
         self.generation: Generation | None = None
         self.is_trying = self.is_leaving = self.is_between_steps = False
@@ -138,11 +139,11 @@ class Membership(threading.Thread):
         os.environ["TF_CONFIG"] = answer.tf_config()
         return answer
 
-    def begin(self, call: int) -> int:
-        """Reports that the program begins training run `call`. Returns the number of the run that the others are in."""
+    def begin(self) -> tuple[int, int]:
+        """Reports that the program begins a training run. Returns its number, and that of the run that the others are in."""
+        call = next(self._begun)
         self._say({"begins": call})
-        current_call: int = self._next(self._calls)
-        return current_call
+        return call, self._next(self._calls)
 
     def accuse(self, ranks: Sequence[int], why: str) -> None:
         """Asks the rendezvous to end processes of this generation that keep the others from continuing."""

@@ -140,12 +140,15 @@ class RayCluster:
         self.actors: list[Any] = []
         _require_alone(spec)
         self._door: Door | None = None
+        # The Ray session that this process has started. The open clusters share it, and one of them has it.
+        self._session: AbstractSession | None = None
         _open.append(self)
         if spec is not None:
             self._start_cluster(spec, timeout_s, dashboard=dashboard)
         elif not self._ray.is_initialized():
-            _sessions.append(self._started(dashboard=dashboard))
-        self.outlives = spec is None and any(session.outlives for session in _sessions)
+            self._session = self._started(dashboard=dashboard)
+        sessions = [cluster._session for cluster in _open if cluster._session is not None]
+        self.outlives = spec is None and any(session.outlives for session in sessions)
         self._prefix = f"strategy {next(_numbers)}: "
 
     def actor(self, kind: type, job: str, index: int, *args: PyTree, threads: int, name: str | None = None) -> Any:
@@ -211,8 +214,11 @@ class RayCluster:
         if self._ray.is_initialized():
             for actor in list(self.actors):
                 self.end(actor)
-        if not _open and _sessions:
-            _sessions.pop().close()
+        session, self._session = self._session, None
+        if session is not None and _open:
+            _open[0]._session = session
+        elif session is not None:
+            session.close()
 
     def _started(self, *, dashboard: bool) -> AbstractSession:
         """Starts Ray on the loopback interface."""
@@ -241,7 +247,7 @@ class RayCluster:
             if not self._ray.is_initialized():
                 salt = secrets.token_hex(16)
                 host = LOOPBACK if self._door.is_local else numeric(split(chief)[0])
-                _sessions.append(Session(self._ray, host, secret.proof(_RAY_TOKEN, salt), dashboard=dashboard))
+                self._session = Session(self._ray, host, secret.proof(_RAY_TOKEN, salt), dashboard=dashboard)
             self._door.tell({"ray": self._ray.get_runtime_context().gcs_address, "salt": salt})
             self._await(tasks, self._ray.cluster_resources, timeout_s)
         except BaseException:
@@ -460,9 +466,6 @@ def _folder_of_launcher() -> str | None:
     """
     return os.environ.pop(SERVERS_FOLDER, None)
 
-
-_sessions: list[AbstractSession] = []
-"""The Ray session that this process has started; at most one."""
 
 _numbers = itertools.count()
 """The number of the next cluster: a script that starts again creates its strategies in the same order."""

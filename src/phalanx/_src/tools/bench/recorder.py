@@ -12,10 +12,10 @@ from typing import Any, NoReturn, final
 import jax
 from typing_extensions import override
 
-from phalanx._src.input.placement import always_per_replica
 from phalanx._src.launch.script import run_as_main
 from phalanx._src.programs.program import Call
 from phalanx._src.runtime.observers import Observer, observers
+from phalanx._src.runtime.settings import settings
 from phalanx._src.tools.bench.session import TOO_FEW
 from phalanx._src.tools.bench.timeline import Moments
 from phalanx._src.tools.estimate.step import FirstStep
@@ -110,7 +110,7 @@ def main(steps: str, path: str, kind: str, target: str, *arguments: str) -> int:
     recorder = MomentRecorder(int(steps), Path(path))
     observers.add(recorder)
     try:
-        with always_per_replica():  # So that the rows of one replica can be told from other arrays.
+        with settings.changed(wraps_one_replica=True):  # So that the rows of one replica can be told from other arrays.
             run_as_main(kind, target, arguments)
     except _Enough:
         sys.stdout.flush()

@@ -12,17 +12,15 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import jax
 from typing_extensions import override
 
-from phalanx._src import compat
-from phalanx._src.input.placement import always_per_replica
 from phalanx._src.mesh.layout import AbstractLayout
 from phalanx._src.mesh.topology import Topology
-from phalanx._src.mesh.tpu_system import emulated
 from phalanx._src.programs.program import Call
 from phalanx._src.runtime.observers import Observer, observers
+from phalanx._src.runtime.settings import settings
 from phalanx._src.strategies.synchronous import SynchronousStrategy
 from phalanx._src.tools.estimate import flops
 from phalanx._src.tools.estimate.hlo import HloProgram
-from phalanx._src.tracing.structure import Arguments, converting
+from phalanx._src.tracing.structure import Arguments
 from phalanx._src.typed_jax import shape_dtype
 from phalanx.errors import InvalidArgumentError, TraceError
 
@@ -136,7 +134,7 @@ class FirstStep:
                 shape[dim] = num_rows
             return shape_dtype(tuple(shape), x.dtype)
 
-        with self.strategy.placed_on(topology), converting(convert), warnings.catch_warnings():
+        with self.strategy.placed_on(topology), settings.changed(convert=convert), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # The script showed its warnings when it was traced here.
             traced = self.call.traced_again().trace()
             counted = flops.count(traced.jaxpr.jaxpr) / topology.devices_per_replica
@@ -192,9 +190,7 @@ def at_first_step(train: Callable[[], Any], use: Callable[[FirstStep], T]) -> T:
     try:
         with (
             observers.including(first),
-            compat.without_large_values(_LARGE_BYTES),
-            always_per_replica(),
-            emulated(),
+            settings.changed(hollow_bytes=_LARGE_BYTES, wraps_one_replica=True, emulates_tpus=True),
             warnings.catch_warnings(),
         ):
             # JAX writes programs for absent devices into its persistent cache, but cannot read them from it.
