@@ -133,7 +133,7 @@ def test_training_compiles_once(strategy, caplog):
     with caplog.at_level("WARNING", logger="jax"), jax.log_compiles():
         for batch in strategy.experimental_distribute_dataset([np.ones((4, 2), "float32")] * 3):
             strategy.run(step, args=(batch,))
-    assert sum("Finished XLA compilation of jit(_traced)" in r.getMessage() for r in caplog.records) == 1
+    assert sum("Finished XLA compilation of jit(compute)" in r.getMessage() for r in caplog.records) == 1
 
 
 def test_the_current_context_selects_the_program(strategy):
