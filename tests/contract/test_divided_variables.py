@@ -146,8 +146,8 @@ def test_rules_over_both_axes():
     assert_like_keras([*model.variables, *optimizer.variables], adam)
 
 
-def test_auto_layout_trains_as_one_device():
-    """Its kernels are divided over both axes. The rules that it prints do the same."""
+def test_auto_layout_trains_as_one_device(caplog):
+    """Its kernels are divided over both axes. It prints rules that do the same."""
 
     def trained(strategy):
         keras.utils.set_random_seed(3)
@@ -164,7 +164,8 @@ def test_auto_layout_trains_as_one_device():
         return {v.path: v.value.sharding.spec for v in model.trainable_variables}
 
     strategy = with_rules("auto")
-    model, losses = trained(strategy)
+    with caplog.at_level("INFO", "phalanx"):
+        model, losses = trained(strategy)
     specs = specs_of(model)
     assert specs["expand/kernel"] == P("replica", "model")
     assert specs["attention/query/kernel"] == P("replica", "model")
@@ -172,7 +173,9 @@ def test_auto_layout_trains_as_one_device():
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
     for v, w in zip(model.get_weights(), whole.get_weights(), strict=True):
         np.testing.assert_allclose(v, w, rtol=1e-4, atol=1e-5)
-    again = with_rules(strategy.topology.layout.rules()).topology
+    rules = strategy.topology.layout.rules()
+    assert caplog.text.count(f"as layout={rules} does") == 1
+    again = with_rules(rules).topology
     assert {v.path: again.sharding_of(v.path, v.shape).spec for v in model.trainable_variables} == specs
 
 

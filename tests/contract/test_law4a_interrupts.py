@@ -14,10 +14,10 @@ import pytest
 from strategy_table import on
 
 import phalanx
-from phalanx._src.programs import program, state
+from phalanx._src.programs import body, program, state
 from phalanx._src.programs.interrupts import raise_what_is_ignored
 
-FILES = (program.__file__, state.__file__)
+FILES = (body.__file__, program.__file__, state.__file__)
 ONE_PROGRAM = on("default", "one_device", "mirrored_x2", "sharded_x2")
 
 

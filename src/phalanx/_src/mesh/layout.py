@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeAlias, final
 from jax.sharding import PartitionSpec
 from typing_extensions import override
 
-from phalanx._src.runtime.notes import note
 from phalanx._src.typed_jax import partition_spec
 from phalanx.errors import InvalidArgumentError, arguments, shown
 
@@ -73,6 +72,10 @@ class AbstractLayout(ABC):
         Raises:
           InvalidArgumentError: a rule has not matched any variable.
         """
+
+    def news(self) -> str:
+        """Returns what the user should know of the layout now that all variables exist, as one line. Empty if there is nothing new."""
+        return ""
 
     @final
     def require_axes(self, sizes: Sizes) -> None:
@@ -187,7 +190,7 @@ def fully_sharded(
 
 @final
 class ShapeRules(AbstractLayout):
-    """Shards every large variable over all axes of a mesh, along dims that its shape decides. Prints the rules that say the same."""
+    """Shards every large variable over all axes of a mesh, along dims that its shape decides."""
 
     def __init__(self) -> None:
         self._specs: dict[str, PartitionSpec] = {}
@@ -214,11 +217,16 @@ class ShapeRules(AbstractLayout):
 
     @override
     def require_used(self) -> None:
-        """Prints the rules, once."""
-        if not self._is_told:
-            self._is_told = True
-            count = sum(spec != partition_spec() for spec in self._specs.values())
-            note(f"layout='auto' shards {count} variables, as layout={self.rules()} does")
+        """Does nothing, as in `FullySharded`."""
+
+    @override
+    def news(self) -> str:
+        """Returns the rules, once."""
+        if self._is_told:
+            return ""
+        self._is_told = True
+        count = sum(spec != partition_spec() for spec in self._specs.values())
+        return f"layout='auto' shards {count} variables, as layout={self.rules()} does"
 
     def rules(self) -> dict[str, tuple[Any, ...]]:
         """Returns rules for paths that shard the variables alike. Layers that differ in their numbers have one, if they are sharded alike."""

@@ -13,6 +13,7 @@ from phalanx._src.kernels import bodies, platforms
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.programs.state import Group, State
 from phalanx._src.programs.trace import execute_program, trace_program
+from phalanx._src.runtime.notes import note
 from phalanx._src.tracing import context
 from phalanx._src.tracing.boundary import on_demand
 from phalanx._src.tracing.discovery import Discovery, used_differently
@@ -162,4 +163,6 @@ def _homes(discovery: Discovery, topology: Topology) -> list[NamedSharding]:
     homes = [sharding_of(topology, v) for v in discovery.variables]
     if topology.layout is not None and discovery.optimizers:
         topology.layout.require_used()
+        if news := topology.layout.news():
+            note(news)
     return [home for home, written in zip(homes, discovery.written, strict=True) if written]
