@@ -109,7 +109,8 @@ def named_listeners(group):
     rendezvous = RENDEZVOUS_APART if group.kind in BETWEEN else RENDEZVOUS
     names = {"Ray": RAY, "service": APART, "launcher": rendezvous}
     return Counter(
-        (names.get(role) or (SERVICE if port == 7001 else GLOO), host) for role, host, port in group.listeners()
+        (names.get(role) or (SERVICE if port == 7001 else GLOO), ALL if host == "::" else host)
+        for role, host, port in group.listeners()
     )
 
 
