@@ -61,6 +61,7 @@ def results_of(folder, count):
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            errors="replace",  # JAX says what it cannot read, byte by byte.
             env={k: v for k, v in os.environ.items() if not k.startswith("JAX_COMPILATION_CACHE")},
         )
         try:
