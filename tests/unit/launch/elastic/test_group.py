@@ -5,15 +5,18 @@ import sys
 from dataclasses import replace
 
 import pytest
+from tests.waiting import DEADLINE_S
 
 from phalanx._src.cluster.connections.secret import TOKEN, new_token
 from phalanx._src.cluster.spec import Task
+from phalanx._src.launch.elastic import group
 from phalanx._src.launch.elastic.group import ElasticGroup
 from phalanx._src.launch.elastic.rendezvous import Rendezvous
 from phalanx._src.launch.evaluator import Patience
 from phalanx._src.launch.outcome import TOO_FEW, Outcome, report
 from phalanx._src.launch.output import Sink
 from phalanx._src.launch.plan import ALONE, Machines, ProcessSpec, free_ports
+from phalanx._src.launch.processes import WorkerProcess
 from phalanx._src.launch.relay import Relay
 from phalanx._src.launch.signals import Signals
 from phalanx._src.launch.supervise import run_group
@@ -37,7 +40,7 @@ meet(0)
 def run(tmp_path, no_service):
     """Runs processes to the end of the group, and returns its outcome and what was said. They may wait for that."""
 
-    def run(script, *, least, workers, patience, machines=ALONE, **variables):
+    def run(script, *, least, workers, patience, machines=ALONE, start=WorkerProcess, **variables):
         environment = {**os.environ, TOKEN: new_token(), "SAID": f"{tmp_path}/said", **variables}
         environment.pop("TF_CONFIG", None)
         specs = [
@@ -51,13 +54,13 @@ def run(tmp_path, no_service):
 
         with Signals() as signals, open(os.devnull, "wb", buffering=0) as nowhere:
             relay = Relay(signals, Sink(nowhere.fileno()))
-            group = ElasticGroup(specs, least, relay, patience=patience, say=say, machines=machines)
+            workers = ElasticGroup(specs, least, relay, patience=patience, say=say, machines=machines, start=start)
             try:
-                group.start()
-                group.run()
+                workers.start()
+                workers.run()
             finally:
-                group.end(5.0)
-        return Outcome(group.endings(), unfinished=group.unfinished), said
+                workers.end(5.0)
+        return Outcome(workers.endings(), unfinished=workers.unfinished), said
 
     return run
 
@@ -100,6 +103,34 @@ def test_place_stays_empty_after_failures_without_a_step(run):
     assert said.count(empty) == 1
     assert said.index(empty) > max(i for i, text in enumerate(said) if text == "worker 1 starts again.")
     assert report(outcome).startswith("worker 1 failed first: it exited with code 3")
+
+
+def test_worker_that_ends_between_two_looks_has_finished(run, tmp_path):
+    """The launcher must not count it as lost because it has not seen yet how it ended."""
+    ends = tmp_path / "ends"
+
+    class EndsAfterLook(WorkerProcess):
+        @property
+        def is_alive(self):
+            alive = super().is_alive
+            by = sys._getframe(1).f_code.co_filename
+            if alive and self.spec.task.index == 0 and ends.exists() and by == group.__file__:
+                ends.with_name("look").touch()
+                self._process.wait(DEADLINE_S)
+            return alive
+
+    outcome, said = run(
+        "import pathlib\nends = pathlib.Path(os.environ['ENDS'])\n"
+        "own.number == 0 and ends.touch()\n"
+        "while not ends.with_name('look').exists():\n    time.sleep(0.01)\n"
+        "own.number == 1 and time.sleep(0.3)",
+        least=2,
+        workers=2,
+        patience=Patience(first_pause_s=30.0),
+        start=EndsAfterLook,
+        ENDS=str(ends),
+    )
+    assert (outcome.exit_code, outcome.unfinished) == (0, ""), (report(outcome), said)
 
 
 def test_machine_that_never_comes(run):

@@ -175,8 +175,10 @@ class ElasticGroup(Group):
             self._steps = self._standing.steps
             for place in self._places:
                 place.failures = 0
+        # One look at each process: who has ended before it, and how, belong together. The next turn sees who ends after it.
+        ended = {index for index, place in enumerate(self._places) if not place.process.is_alive}
         for index, place in enumerate(self._places):
-            if place.due_s is None and not place.is_lost and not place.process.is_alive:
+            if index in ended and place.due_s is None and not place.is_lost:
                 if not place.process.has_failed:
                     self._has_finished = True
                 elif self._standing.members and not self._standing.has_finished:
@@ -185,12 +187,13 @@ class ElasticGroup(Group):
                 place.due_s, place.is_lost = None, False
                 self._tell_user(f"{place.spec.name} starts again.")
                 place.process = self._workers[index] = self._started(place.spec)
+                ended.remove(index)
             if self._standing.has_finished and place.process.pid is None:
                 # On another machine, which has no place for it yet.
                 place.process.tell(signal.SIGTERM)
-        running = tuple(place.spec.task.index for place in self._places if place.process.is_alive)
-        hopeful = sum(place.due_s is not None or place.process.is_alive for place in self._places)
-        self._report = LauncherReport(running, hopeful, self._has_finished)
+        running = tuple(place.spec.task.index for index, place in enumerate(self._places) if index not in ended)
+        awaited = sum(self._places[index].due_s is not None for index in ended)
+        self._report = LauncherReport(running, len(running) + awaited, self._has_finished)
         self._standing = self._rendezvous.report(self._report)
 
     def _plan_start(self, place: _Place) -> None:
