@@ -17,7 +17,6 @@ from phalanx._src.cluster.spec import (
     leader,
     parse_tf_config,
     tf_config,
-    worker_count,
 )
 from phalanx.errors import ClusterError, ClusterTypeError
 
@@ -107,21 +106,21 @@ PLAIN = ClusterSpec(DENSE)
 
 
 @pytest.mark.parametrize(
-    ("spec", "task", "chief", "count", "number"),
+    ("spec", "task", "chief", "number"),
     [
-        (CHIEF, Task("chief", 0), True, 3, 0),
-        (CHIEF, Task("worker", 0), False, 3, 1),
-        (CHIEF, Task("worker", 1), False, 3, 2),
-        (CHIEF, Task("evaluator", 0), True, 1, 0),
-        (PLAIN, Task("worker", 0), True, 2, 0),
-        (PLAIN, Task("worker", 1), False, 2, 1),
-        (PLAIN, Task("evaluator", 0), True, 1, 0),
-        (ClusterSpec(SPARSE), Task("worker", 4), False, 2, 1),
+        (CHIEF, Task("chief", 0), True, 0),
+        (CHIEF, Task("worker", 0), False, 1),
+        (CHIEF, Task("worker", 1), False, 2),
+        (CHIEF, Task("evaluator", 0), True, 0),
+        (PLAIN, Task("worker", 0), True, 0),
+        (PLAIN, Task("worker", 1), False, 1),
+        (PLAIN, Task("evaluator", 0), True, 0),
+        (ClusterSpec(SPARSE), Task("worker", 4), False, 1),
     ],
 )
-def test_roles_put_the_chief_first(spec, task, chief, count, number):
+def test_roles_put_the_chief_first(spec, task, chief, number):
     """The chief is first, then the workers; an evaluator is alone, listed or not."""
-    assert (is_chief(spec, task), worker_count(spec, task), id_in_cluster(spec, task)) == (chief, count, number)
+    assert (is_chief(spec, task), id_in_cluster(spec, task)) == (chief, number)
 
 
 def test_leader_and_addresses():
@@ -136,8 +135,6 @@ def test_parameter_servers_have_neither_number_nor_leader():
     """They do not train."""
     with pytest.raises(ClusterError, match="id of task ps:0: a parameter server does not train"):
         id_in_cluster(CHIEF, Task("ps", 0))
-    with pytest.raises(ClusterError, match="worker count of task ps:0: a parameter server does not train"):
-        worker_count(CHIEF, Task("ps", 0))
     with pytest.raises(ClusterError, match="there is neither a chief nor a worker"):
         leader(ClusterSpec({"ps": ["p:1"]}))
 

@@ -218,17 +218,6 @@ def is_chief(spec: ClusterSpec, task: Task) -> bool:
     return task.type == "evaluator" or task in _trainers(spec)[:1]
 
 
-def worker_count(spec: ClusterSpec, task: Task) -> int:
-    """Returns the number of tasks that train together with `task`: the chief and the workers, or 1 for an evaluator.
-
-    Raises:
-      ClusterError: `task` is not in the cluster, or is a parameter server.
-    """
-    check(spec, task)
-    _refuse_ps(task, "worker count")
-    return 1 if task.type == "evaluator" else len(_trainers(spec))
-
-
 def id_in_cluster(spec: ClusterSpec, task: Task) -> int:
     """Returns the rank of `task` among the tasks that train together, from 0: the chief, then the workers.
 
@@ -240,7 +229,8 @@ def id_in_cluster(spec: ClusterSpec, task: Task) -> int:
       2
     """
     check(spec, task)
-    _refuse_ps(task, "id")
+    if task.type == "ps":
+        raise ClusterError(f"id of task {task}", "a parameter server does not train.", _TASK_HINT)
     return task.index if task.type == "evaluator" else _trainers(spec).index(task)
 
 
@@ -251,11 +241,6 @@ def addresses_of_workers(spec: ClusterSpec) -> list[str]:
 
 def _trainers(spec: ClusterSpec) -> list[Task]:
     return [Task(job, i) for job in ("chief", "worker") if job in spec.jobs for i in spec.task_indices(job)]
-
-
-def _refuse_ps(task: Task, what: str) -> None:
-    if task.type == "ps":
-        raise ClusterError(f"{what} of task {task}", "a parameter server does not train.", _TASK_HINT)
 
 
 def tf_config(spec: ClusterSpec, task: Task, *, rpc_layer: str | None = None) -> str:
