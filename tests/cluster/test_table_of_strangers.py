@@ -184,4 +184,4 @@ def meet(group, present, who, deed):
     if who == "user" and deed in ("stay", "half", "crowd", "ranks") and group.kind not in OF_RAY:
         wait_until(lambda: "Strangers have connected to " in group.out)
     # The processes look at their connections once per second.
-    time.sleep(2.0)
+    time.sleep(1.0)

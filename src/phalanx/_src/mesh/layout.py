@@ -74,7 +74,7 @@ class AbstractLayout(ABC):
         """
 
     def news(self) -> str:
-        """Returns what the user should know of the layout now that all variables exist, as one line. Empty if there is nothing new."""
+        """Returns a line for the user about the layout, once all variables exist. Empty if there is nothing new."""
         return ""
 
     @final
