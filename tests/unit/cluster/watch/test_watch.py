@@ -59,13 +59,20 @@ def test_presence_names_silent_and_failed_members(second, said):
 
 
 @pytest.mark.parametrize(
-    ("inside_since_s", "stall_s", "is_named"),
-    [(0.0, 60.0, True), (0.0, 95.0, False), (50.0, 60.0, False), (None, 60.0, False)],
+    ("inside_since_s", "stall_s", "signs_until_s", "is_named"),
+    [
+        (0.0, 60.0, 99.0, True),
+        (0.0, 95.0, 99.0, False),
+        (50.0, 60.0, 99.0, False),
+        (None, 60.0, 99.0, False),
+        # It may have been stopped after its last sign.
+        (0.0, 60.0, 80.0, False),
+    ],
 )
-def test_presence_of_one_that_only_gives_signs_of_life(inside_since_s, stall_s, is_named):
+def test_presence_of_one_that_only_gives_signs_of_life(inside_since_s, stall_s, signs_until_s, is_named):
     """It may do so for any time, unless others wait longer than processes may make no progress. Its progress is unknown."""
     busy = member(1, heard_s=10.0, step=3)
-    busy.hear(SignOfLife(), 99.0)
+    busy.hear(SignOfLife(), signs_until_s)
     own = member(0, moved_s=inside_since_s or 0.0, is_inside=inside_since_s is not None, step=4, turn=4)
     verdict = judge_presence([busy], 100.0, stall_s=stall_s, own=own)
     assert bool(verdict) == is_named

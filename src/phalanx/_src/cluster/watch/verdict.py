@@ -177,7 +177,9 @@ def judge_presence(
             silence = f"has been silent for {quiet_s:g} s, since step {step}"
             text = f"{member.name} {silence}: the process, its machine or the network is stuck"
             return Verdict(text, still=(member.name,))
-        if waits and not member.has_left and now_s - member.told_s > stall_s:
+        # Its last sign of life may be from just before it was stopped: whether it still lives shows before its silence is over.
+        is_alive = not member.has_left and now_s - member.heard_s < quiet_s / 2
+        if waits and is_alive and now_s - member.told_s > stall_s:
             text = f"{member.name} is alive, but has reported nothing for {stall_s:g} s, since step {member.step}, while others wait"
             return Verdict(text, hint=_LONG_CALL, still=(member.name,))
     return None
