@@ -337,7 +337,7 @@ def layout_of(layout: LayoutLike) -> AbstractLayout | None:
     """
     if layout is None or isinstance(layout, AbstractLayout):
         return layout
-    if layout == "auto":
+    if isinstance(layout, str) and layout == "auto":
         return ShapeRules()
     if not isinstance(layout, Mapping):
         raise InvalidArgumentError(
