@@ -1,6 +1,7 @@
 """Processes that cannot start together, and what each of them says."""
 
 import json
+import re
 from contextlib import ExitStack
 
 import pytest
@@ -10,6 +11,17 @@ from phalanx._src.launch.plan import free_ports
 
 MAKE = "import phalanx\nstrategy = phalanx.MultiWorkerMirroredStrategy()\nprint('started', strategy.num_replicas_in_sync)\n"
 LATE = "import jax, jax.numpy as jnp\njnp.ones(1).block_until_ready()\n" + MAKE
+
+
+COMPILES = """
+import jax
+hits = []
+jax.monitoring.register_event_listener(lambda event, **_: event == "/jax/compilation_cache/cache_hits" and hits.append(event))
+import keras, phalanx
+strategy = phalanx.MultiWorkerMirroredStrategy()
+strategy.run(lambda: keras.ops.sin(keras.ops.ones(3)))
+print("hits", len(hits))
+"""
 
 
 @pytest.fixture
@@ -48,6 +60,16 @@ def test_two_that_start(make, config):
     for status, text in (first(), second()):
         assert status == 0, text
         assert "started 2" in text
+
+
+def test_each_process_keeps_what_it_compiles(make, config, tmp_path, monkeypatch):
+    """JAX lets the first one alone write into its cache, but what it writes for CPUs serves no other."""
+    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(tmp_path))
+    for is_second in (False, True):
+        ends = [make(COMPILES, config(index), timeout_s=300) for index in (0, 1)]
+        for status, out in [end() for end in ends]:
+            assert status == 0, out
+            assert not is_second or int(re.search(r"hits (\d+)", out)[1]), out
 
 
 def test_rank_that_never_comes(make, config):

@@ -10,12 +10,7 @@ import phalanx  # Before Keras, whose backend it chooses.
 
 def main(descriptor: int, module: str) -> None:
     """Does what the test asks for, until the pipe is closed."""
-    from jax._src import distributed  # After Phalanx, which reads the environment first.
-
     strategy = phalanx.MultiWorkerMirroredStrategy()
-    # In JAX the first process writes what it compiles into the cache. On CPUs each has separate entries, and is to write them.
-    # JAX reads this number for nothing else once the devices are known.
-    distributed.global_state.process_id = 0
     tasks = importlib.import_module(module)
     pipe = Connection(descriptor)
     pipe.send(f"ready: {phalanx.__version__}")

@@ -100,9 +100,6 @@ def connect(address: str, rank: int, size: int, timeout_s: float) -> set[int]:
     state: Any = distributed.global_state
     state.client, state.process_id, state.num_processes, state.coordinator_address = client, rank, size, address
     ports = find_devices()
-    # Only process 0 writes compiled programs into the cache, but on CPUs each rank has separate entries, so that all others would
-    # compile again after each change of the group. JAX reads this number for nothing else once the devices are known.
-    state.process_id = 0
     client.key_value_set(f"phalanx/ports/{rank}", json.dumps(sorted(ports)))
     _group.ports.clear()
     for other in range(size):
@@ -155,6 +152,9 @@ def find_devices() -> set[int]:
     """
     before = listening_ports()
     _find_devices()
+    # Only process 0 writes compiled programs into JAX's cache. But on CPUs each rank has separate entries, and machines have separate
+    # folders, so all others would compile again each time. JAX reads this number for nothing else once the devices are known.
+    distributed.global_state.process_id = 0
     return listening_ports() - before
 
 
