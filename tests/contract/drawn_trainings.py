@@ -78,6 +78,9 @@ FORMS = ROW_FORMS | {
     "mean": ops.mean,
     "sum": lambda d: ops.sum(d) / 8,
     "root of mean": lambda d: ops.sqrt(ops.mean(d) + 0.1),
+    "mean of some": lambda d: (
+        ops.sum(ops.where(d > 0.7, d, 0.0)) / ops.maximum(ops.sum(ops.cast(d > 0.7, d.dtype)), 1.0)
+    ),
     "ratio": lambda d: ops.sum(d) / (1 + ops.sum(ops.square(d))),
     "hardest": lambda d: ops.mean(ops.sort(ops.mean(d, axis=-1))[ops.shape(d)[0] // 2 :]),
     "padded": lambda d: ops.mean(ops.pad(d, [[0, 1], [0, 0]])),

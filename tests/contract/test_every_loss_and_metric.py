@@ -1,5 +1,6 @@
 """Every loss and metric of Keras, and ones that users write, on replicas with different numbers of rows: that of all rows."""
 
+import contextlib
 import inspect
 
 import jax
@@ -183,3 +184,34 @@ def test_metrics_are_those_of_all_rows(replicas):
     found, expected = results(states_of(metrics)), results(updated(updated(states_of(plain))))
     for name in METRICS:
         np.testing.assert_allclose(found[name], expected[name], rtol=1e-4, atol=1e-6, err_msg=name)
+
+
+def mean_of_labelled(y, p):
+    """The usual loss of fine-tuning: labels of -100 do not count."""
+    real = keras.ops.cast(y != -100, "float32")
+    each = keras.losses.sparse_categorical_crossentropy(keras.ops.maximum(y, 0), p, from_logits=True)
+    return keras.ops.sum(each * real) / keras.ops.sum(real)
+
+
+def share_of_labelled(y, p):
+    """The same for one value per row, as a metric is."""
+    real = keras.ops.cast(y != -100, "float32")
+    return keras.ops.cast(keras.ops.argmax(p, axis=-1) == y, "float32") * real / keras.ops.mean(real)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_labels_that_no_sample_has(count):
+    """Whether a function needs the rows of all replicas does not depend on values. One replica may have no label at all."""
+    x = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+    results = []
+    for scope in (phalanx.MirroredStrategy([f"cpu:{i}" for i in range(count)]).scope, contextlib.nullcontext):
+        keras.utils.set_random_seed(0)
+        with scope():
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+            model.compile(keras.optimizers.SGD(0.1), mean_of_labelled, metrics=[share_of_labelled])
+        history = model.fit(
+            x, np.array([-100, -100, -100, 1, 0, 1, 2, 1]), batch_size=8, shuffle=False, verbose=0
+        ).history
+        few = model.evaluate(x, np.array([-100, -100, -100, -100, 0, 1, 2, 1]), batch_size=8, verbose=0)
+        results.append([*history["loss"], *history["share_of_labelled"], *few, *np.ravel(model.get_weights()[0])])
+    np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-6)

@@ -1,20 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tells which losses and metrics need the rows of all replicas."""
 
-import itertools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import keras
-import numpy as np
 
+from phalanx._src.compat.row_flow import CONSTANT, MEAN, ROWS, kind_of
 from phalanx._src.typed_jax import shape_dtype
 from phalanx.typing import PyTree
-
-_ROWS = 8
-_HALVES = (slice(_ROWS // 2), slice(_ROWS // 2, None))
 
 
 def needs_all_rows(fn: Callable[..., Any], *args: PyTree, source: object) -> bool:
@@ -32,13 +28,8 @@ def needs_all_rows(fn: Callable[..., Any], *args: PyTree, source: object) -> boo
     is_number = not shape
     if not is_number and str(getattr(source, "__module__", "")).startswith("keras."):
         return source in _OF_OTHER_ROWS or _has_pairs(fn, args, shape)
-    values = _sampled(fn, *args)
-    # A number may be anything, and the rows of all replicas are right for all of them. Values per row are most often of their row.
-    if values is None:
-        return is_number
-    first, second, whole = values
-    expected = (first + second) / 2 if is_number else np.concatenate([first, second])
-    return whole.shape != expected.shape or not np.allclose(whole, expected, rtol=2e-6, atol=1e-7)
+    expected = MEAN if is_number else ROWS
+    return kind_of(fn, *args) not in (expected, CONSTANT)
 
 
 def shape_of(fn: Callable[..., Any], *args: PyTree) -> tuple[int, ...]:
@@ -56,27 +47,3 @@ def _has_pairs(fn: Callable[..., Any], args: PyTree, shape: tuple[int, ...]) -> 
 
 
 _OF_OTHER_ROWS = (keras.losses.circle,)
-
-
-def _sampled(fn: Callable[..., Any], *args: PyTree) -> list[np.ndarray] | None:
-    """Returns the values for the halves of a few random rows, and for all of them. None if there are none for such rows."""
-    random = np.random.default_rng(0)
-    try:
-        with keras.StatelessScope(), jax.ensure_compile_time_eval():
-            places = itertools.count()
-            rows = keras.tree.map_structure(lambda x: _sample(random, x, is_label=next(places) == 0), args)
-            halves = [keras.tree.map_structure(lambda x, half=half: x[half], rows) for half in _HALVES]
-            return [np.asarray(fn(*each), "float64") for each in (*halves, rows)]
-    except Exception:  # It wants other shapes or values, or reads a variable.
-        return None
-
-
-def _sample(random: np.random.Generator, like: PyTree, *, is_label: bool) -> PyTree:
-    """Returns rows that most functions take: classes 0 and 1, or probabilities."""
-    shape, dtype = (_ROWS, *like.shape[1:]), keras.backend.standardize_dtype(like.dtype)
-    if "float" not in dtype:
-        return keras.ops.convert_to_tensor(random.integers(0, 2, shape), dtype)
-    values = random.uniform(0.05, 0.45, shape)
-    # Halves that are alike would make a ratio look like a mean. So outputs are farther from labels in the second.
-    values[_HALVES[1]] += 0.0 if is_label else 0.5
-    return keras.ops.convert_to_tensor(values, dtype)
