@@ -31,13 +31,14 @@ def compute_average_loss(
     Args:
       per_example_loss: array (per_replica_batch, ...) of losses.
       sample_weight: weights. Their leading dims must broadcast to those of the losses.
-      global_batch_size: an integer of at least 0. None is the number of real rows of all replicas.
+      global_batch_size: an integer of at least 0. None is the number of losses of all replicas, without those of padding.
 
     Returns:
       A scalar array of the dtype that `jnp.mean` gives.
 
     Raises:
-      InvalidArgumentError: `per_example_loss` is a scalar, or `global_batch_size` is negative or not an integer.
+      InvalidArgumentError: `per_example_loss` is a scalar, `global_batch_size` is negative or not an integer, or replicas have different
+        numbers of rows, and the losses are not one or several per row.
       ContextError: called in cross-replica context without `global_batch_size`.
       ReduceOpError: the losses or weights are not arrays of numbers.
       TraceError: the losses were kept from another step.
@@ -86,11 +87,24 @@ def compute_average_loss(
                 "one loss per example: dim 0 must hold the rows of the batch",
             )
         loss = jnp.where(over_rows(mask, loss), loss, 0)
-    rows = None if replica is None else replica.num_examples
-    if rows is None:
-        rows = loss.shape[0] * (1 if replica is None else replica.num_replicas_in_sync)
-    size = rows if global_batch_size is None else _checked_size(global_batch_size)
+    size = _size_of(loss, replica) if global_batch_size is None else _checked_size(global_batch_size)
     return (jnp.where(size == 0, 0, loss.sum() / jnp.maximum(size, 1)) / _own_part()).astype(dtype)
+
+
+def _size_of(loss: jax.Array, replica: context.ReplicaContext | None) -> int:
+    """Returns the number of losses of all replicas."""
+    total = None if replica is None else replica.num_examples
+    if replica is None or replica.rows is None or total is None:
+        return loss.shape[0] * (1 if replica is None else replica.num_replicas_in_sync)
+    # A step may join rows, such as real and generated ones, so that there are several losses per row.
+    times, rest = divmod(loss.shape[0], max(1, replica.rows.places))
+    if rest:
+        raise InvalidArgumentError(
+            f"per_example_loss of shape {loss.shape}",
+            f"replicas have different numbers of rows, this one {replica.rows.places}, so the number of all losses is unknown.",
+            "global_batch_size=n, the number of losses of all replicas",
+        )
+    return total * max(1, times)
 
 
 @explained()

@@ -108,6 +108,38 @@ def test_negative_size_in_a_step_is_refused(strategy):
         strategy.run(lambda: compute_average_loss(jnp.ones(4), global_batch_size=-1))
 
 
+@pytest.mark.parametrize("rows", [12, 7, 5, 1])
+@pytest.mark.parametrize("count", [2, 3])
+def test_several_losses_per_row(count, rows):
+    """A step may join real and generated rows: the mean is that of all losses, for any number of rows."""
+    strategy = phalanx.MirroredStrategy([f"cpu:{i}" for i in range(count)])
+    x = np.arange(rows, dtype="float32")
+    (batch,) = strategy.experimental_distribute_dataset([x])
+
+    def step(x):
+        return phalanx.nn.compute_average_loss(jnp.concatenate([x, 2 * x, x + 1]))
+
+    loss = strategy.reduce("SUM", strategy.run(step, args=(batch,)), axis=None)
+    np.testing.assert_allclose(loss, np.concatenate([x, 2 * x, x + 1]).mean(), rtol=1e-6)
+
+
+def test_losses_that_do_not_belong_to_rows():
+    """Of replicas with different numbers of rows, nobody knows how many losses there are in all, unless the step says it."""
+    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+    (batch,) = strategy.experimental_distribute_dataset([np.arange(7.0)])
+
+    def step(x, size):
+        return phalanx.nn.compute_average_loss(jnp.append(x, 1.0), global_batch_size=size)
+
+    with pytest.raises(
+        InvalidArgumentError,
+        match=r"loss of shape \([45],\): replicas .* rows, this one [34].*\nHINT: global_batch_size=",
+    ):
+        strategy.run(step, args=(batch, None))
+    loss = strategy.reduce("SUM", strategy.run(step, args=(batch, 9)), axis=None)
+    np.testing.assert_allclose(loss, (21 + 2) / 9, rtol=1e-6)
+
+
 def test_loss_with_other_rows_than_the_batch(strategy):
     """The mask does not fit, where a step that is not compiled has padding."""
     (batch,) = strategy.experimental_distribute_dataset([np.ones((3, 4), "float32")])
