@@ -48,7 +48,23 @@ def _rows_of(output: PyTree, steps: int | None) -> np.ndarray:
     # The sizes of the components are known without the device, so no mask is fetched.
     parts = list(data) if output.rows is None else [output.rows.cut(x, i) for i, x in enumerate(data)]
     # The data is ordered by step first, then by replica.
-    return np.concatenate(parts if steps is None else [part[step] for step in range(steps) for part in parts])
+    return _joined(*(parts if steps is None else [part[step] for step in range(steps) for part in parts]))
+
+
+def _joined(*parts: np.ndarray) -> np.ndarray:
+    """Returns the rows of several parts.
+
+    Raises:
+      InvalidArgumentError: their other dims differ.
+    """
+    shapes = sorted({x.shape for x in parts if x.shape[1:] != parts[0].shape[1:]})
+    if shapes and parts[0].ndim:
+        raise InvalidArgumentError(
+            f"predict of outputs of shapes {parts[0].shape} and {shapes[0]}",
+            "a dim behind the first depends on the number of rows, which differs between batches and replicas.",
+            "outputs with the rows in dim 0 only; or model(x) outside of predict, on all rows",
+        )
+    return np.concatenate(parts)
 
 
 class Outputs:
@@ -67,7 +83,7 @@ class Outputs:
 
     def add(self, parts: Sequence[PyTree]) -> PyTree:
         """Adds rows, given in several parts. Returns them as one pytree of arrays."""
-        added = parts[0] if len(parts) == 1 else jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+        added = parts[0] if len(parts) == 1 else jax.tree.map(_joined, *parts)
         leaves, self._tree = jax.tree.flatten(added)
         if not self._arrays:
             self._arrays, self._counts = leaves, [len(leaf) if leaf.ndim else 0 for leaf in leaves]
@@ -90,7 +106,7 @@ class Outputs:
     def _grown(self, array: np.ndarray, count: int, leaf: np.ndarray) -> np.ndarray:
         """Writes rows behind those that an array has, into a larger array if there is no room."""
         if array.dtype != leaf.dtype or array.shape[1:] != leaf.shape[1:] or not leaf.ndim:
-            return np.concatenate([array[:count], leaf])
+            return _joined(array[:count], leaf)
         if count + len(leaf) > len(array):
             room = max(count * self._expected, count + len(leaf))
             larger = np.empty((room, *leaf.shape[1:]), leaf.dtype)

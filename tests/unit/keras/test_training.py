@@ -12,6 +12,7 @@ from keras import layers
 from twins import CLASSES, FIT, ROWS, WEIGHTS, X, Y, compiled, replicas, same, same_fit, under
 
 import phalanx
+from phalanx.errors import InvalidArgumentError
 
 pytestmark = pytest.mark.slow
 
@@ -99,6 +100,18 @@ def test_rows_of_64_bits_build_a_model_without_a_warning(strategy, call):
     model = under(strategy, compiled(lambda: keras.Sequential([layers.Dense(4)]), metrics=["accuracy"]))
     call(model, X[:16].astype("float64"), Y[:16].astype("int64"))
     assert {v.dtype for v in model.trainable_variables} == {"float32"}
+
+
+@pytest.mark.parametrize("rows", [7, 11])
+def test_outputs_of_pairs_of_rows(rows):
+    """Neither replicas nor batches of different sizes have outputs that can be joined."""
+    with phalanx.MirroredStrategy(["cpu:0", "cpu:1"]).scope():
+        x = keras.Input((3,))
+        model = keras.Model(x, keras.ops.matmul(x, keras.ops.transpose(x)))
+    with pytest.raises(
+        InvalidArgumentError, match=r"predict of outputs of shapes \((\d), \1\) and \((\d), \2\): a dim .*\nHINT: outputs"
+    ):
+        model.predict(np.ones((rows, 3), "float32"), batch_size=8, verbose=0)
 
 
 def test_output_in_a_file_has_no_progress_bar(strategy, tmp_path, monkeypatch):
