@@ -113,9 +113,9 @@ FAULTS = [
     ),
     Fault(
         "padding counted as rows in an average loss",
-        "nn:compute_average_loss",
-        "rows = None if replica is None else replica.num_examples",
-        "rows = None",
+        "nn:_size_of",
+        "total = None if replica is None else replica.num_examples",
+        "total = None",
         "unit/test_nn.py contract/test_law1_equals_one_device.py",
     ),
     # cluster and cluster_resolver
