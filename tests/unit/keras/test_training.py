@@ -109,7 +109,8 @@ def test_outputs_of_pairs_of_rows(rows):
         x = keras.Input((3,))
         model = keras.Model(x, keras.ops.matmul(x, keras.ops.transpose(x)))
     with pytest.raises(
-        InvalidArgumentError, match=r"predict of outputs of shapes \((\d), \1\) and \((\d), \2\): a dim .*\nHINT: outputs"
+        InvalidArgumentError,
+        match=r"predict of outputs of shapes \((\d), \1\) and \((\d), \2\): a dim .*\nHINT: outputs",
     ):
         model.predict(np.ones((rows, 3), "float32"), batch_size=8, verbose=0)
 
