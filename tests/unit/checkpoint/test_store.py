@@ -299,6 +299,10 @@ def notes_of(**changes):
         notes_of(values={"v": {"__array__": "b"}}),
         notes_of(values=[]),
         notes_of(dtypes={"a": "no dtype"}),
+        *(
+            notes_of(dtypes={"a": dtype})
+            for dtype in ("V0", "S0", "U1", "str", "void", "(2,", "(2,)i4", "i4,f4", "float32 ", "f4")
+        ),
         notes_of(dtypes={"b": "float32"}),
         notes_of(names={"a": 3}),
         notes_of(aliases=None),
@@ -317,6 +321,7 @@ def test_malformed_files_are_refused(tmp_path, metadata):
     [
         ({"__bytes__": 3}, {}),
         ({"__complex__": [1, 2, 3]}, {}),
+        ({"__complex__": [10**400, 0]}, {}),
         ({"__tuple__": 3}, {}),
         ({"__array__": "a"}, {"a": "complex128"}),
     ],

@@ -257,7 +257,7 @@ class CheckpointFile:
         try:
             self.notes: dict[str, Any] = _checked(json.loads(metadata["notes"]), whole)
             self._divisions = {name: Division.of_notes(each) for name, each in self.notes["divided"].items()}
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as e:
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as e:
             raise self._refuse(f"its notes cannot be read ({type(e).__name__}: {e})") from e
         self.names = whole | set(self._divisions)
         self._dtypes: dict[str, str] = self.notes["dtypes"]
@@ -296,7 +296,7 @@ class CheckpointFile:
             return self.part(name, tuple((0, n) for n in shape))
         try:
             array: np.ndarray = self._open.get_tensor(name)
-        except MemoryError as e:
+        except (MemoryError, ValueError) as e:
             raise self._refuse(f"{name}, of the shape {shape}, does not fit into the memory of this process") from e
         if name not in self._sound:
             sum_of = sums.of_bytes if self.is_old else sums.of_array
@@ -339,7 +339,7 @@ class CheckpointFile:
         """
         try:
             return text.decode(self.notes["values"][name], self.array)
-        except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as e:
+        except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as e:
             raise self._refuse(f"{name} is not what was saved ({type(e).__name__}: {e})") from e
 
     def items(self) -> Iterator[tuple[str, np.ndarray]]:
@@ -362,7 +362,7 @@ def _checked(notes: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
             if not isinstance(value, kind):
                 raise TypeError(f"{part} of {name}")
     for name, dtype in checked["dtypes"].items():
-        if name not in names or np.dtype(dtype).hasobject:
+        if name not in names or text.dtype_of_name(dtype) is None:
             raise ValueError(f"the dtype of {name}")
     missing = (names - set(checked["sums"])) | (
         text.references(list(checked["values"].values())) - names - set(checked["divided"])

@@ -82,17 +82,21 @@ def encode_array(value: Any, put: Put) -> dict[str, Any]:
     array = np.array(value, order="C")
     # Files have one order of bytes, and name dtypes without it.
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
-    if array.dtype.kind in "OSUMm" or array.dtype != _named(array.dtype.name):
+    if dtype_of_name(array.dtype.name) != array.dtype:
         raise TypeError(f"an array of dtype {array.dtype} has no fixed format")
     return {_ARRAY: put(array)}
 
 
-def _named(name: str) -> np.dtype[Any] | None:
-    """Returns the dtype of a name. None if there is none, as for the dtypes of records."""
+def dtype_of_name(name: str) -> np.dtype[Any] | None:
+    """Returns the dtype of a name. None if there is none, as for dtypes of records, or if it holds text, dates or Python objects."""
+    # NumPy would read more than names, such as "(2,3)i4".
+    if not name.isidentifier():
+        return None
     try:
-        return np.dtype(name)
+        dtype = np.dtype(name)
     except TypeError:
         return None
+    return dtype if dtype.kind not in "OSUMm" and dtype.itemsize and dtype.name == name else None
 
 
 def decode(value: Any, get: Callable[[str], np.ndarray]) -> PyTree:

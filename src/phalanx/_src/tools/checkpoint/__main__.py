@@ -25,6 +25,8 @@ from phalanx.typing import PyTree
 _WIDTH = 60
 _LARGEST_FILE_BYTES = 5_000_000_000
 """As in the libraries of the Hugging Face Hub. More arrays than these are divided among several files and an index."""
+_MOST_DIGITS = 20
+"""Of a number in a name. Names of files of others may have any."""
 _KIND = {".npz": "arrays", ".safetensors": "arrays", ".keras": "model"}
 
 
@@ -214,8 +216,13 @@ def _difference(first: Any, second: Any) -> tuple[str, str, str] | None:
 
 
 def _order(name: str) -> list[tuple[int, str]]:
-    """Returns the key by which names are sorted: `variables/2` comes before `variables/10`."""
-    return [(int(part) if part.isdigit() else -1, part) for part in name.split("/")]
+    """Returns the key by which names are sorted.
+
+    Example:
+      >>> sorted(["v/10", "v/2", "v/\u00b2", "v/" + "9" * 5000], key=_order)[2:]
+      ['v/2', 'v/10']
+    """
+    return [(int(part) if part.isdecimal() and len(part) <= _MOST_DIGITS else -1, part) for part in name.split("/")]
 
 
 def _about(value: PyTree) -> str:
