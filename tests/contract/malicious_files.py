@@ -101,7 +101,7 @@ def stretched(chance, path):
 
 
 def links(chance, path):
-    """It is something else than a file with data. Keras opens its own files, and waits for a pipe as every program does."""
+    """It is something else than a file with data. Keras reads a pipe or a device as every program does: to its end."""
     path.unlink()
     kind = chance.randrange(5)
     if kind == 0 and path.suffix not in (".h5", ".keras"):
@@ -109,7 +109,8 @@ def links(chance, path):
     elif kind < 2:
         path.mkdir()
     else:
-        path.symlink_to(("/dev/zero", "/etc/passwd", path)[kind - 2])
+        device = "/etc/passwd" if path.suffix in (".h5", ".keras") else "/dev/zero"
+        path.symlink_to((device, "/etc/passwd", path)[kind - 2])
 
 
 def json_changed(chance, path):
@@ -171,7 +172,7 @@ def header_changed(chance, path):
 
 
 def zip_changed(chance, path):
-    """A member says something else, is named like a file elsewhere, or is a bomb of 600 MB."""
+    """A member says something else, or is named like a file elsewhere. Keras unpacks one that expands without asking."""
     try:
         with zipfile.ZipFile(path) as archive:
             members = {name: archive.read(name) for name in archive.namelist()}
@@ -184,8 +185,6 @@ def zip_changed(chance, path):
         members[name] = hostile_json(chance, json.loads(members[name])).encode()
     elif deed < 0.8:
         members[chance.choice(("../../outside", "/tmp/outside", "assets/../../outside"))] = members[name]
-    elif deed < 0.85:
-        members[name] = b"\0" * 600_000_000
     else:
         at = chance.randrange(len(members[name]) + 1)
         members[name] = members[name][:at] + chance.randbytes(8) + members[name][at + 8 :]

@@ -207,7 +207,8 @@ def _events_of(data: bytes) -> Iterator[Any]:
     while at + 12 <= len(data):
         # The framing of a TFRecord. The checksums are not compared: a torn write shows as a record that is too short.
         size = int.from_bytes(data[at : at + 8], "little")
-        if at + size + 16 > len(data):
+        # No event is empty. A file of zeros has millions of such records.
+        if not size or at + size + 16 > len(data):
             return
         with contextlib.suppress(DecodeError):
             yield Event.FromString(data[at + 12 : at + 12 + size])

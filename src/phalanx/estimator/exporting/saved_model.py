@@ -50,7 +50,7 @@ class SavedModel:
             for name in (SIGNATURE, VARIABLES, PROGRAM):
                 if not is_data(path / name):
                     raise ValueError(f"{name} is missing, or no file with data")
-            self.signature: dict[str, Any] = json.loads((path / SIGNATURE).read_text())
+            self.signature = _checked_signature(json.loads((path / SIGNATURE).read_text()))
             self._variables = load_file(path / VARIABLES)
             # Compiled at the first prediction: JAX exports a portable program (StableHLO), not machine code.
             program = export.deserialize(bytearray((path / PROGRAM).read_bytes()))
@@ -75,7 +75,8 @@ class SavedModel:
           Dict of NumPy arrays, or an array, (rows, ...).
 
         Raises:
-          InputError: the features have other names, shapes or dtypes.
+          CheckpointError: the names of the classes do not fit the program.
+        InputError: the features have other names, shapes or dtypes.
         """
         # Checked before the program runs: it would report a mismatch in terms of its own arguments.
         raw = {name: self._checked(name, x) for name, x in self._by_name(features).items()}
@@ -90,7 +91,14 @@ class SavedModel:
             ) from e
         predictions = jax.tree.map(np.asarray, predictions)
         classes = self.signature["classes"]
-        return predictions if classes is None else with_classes(predictions, classes)
+        try:
+            return predictions if classes is None else with_classes(predictions, classes)
+        except (LookupError, TypeError) as e:
+            raise CheckpointError(
+                "the predictions of an exported model",
+                f"its {SIGNATURE} names {len(classes)} classes, which do not fit its program.",
+                "the folder that estimator.export_saved_model has returned",
+            ) from e
 
     def _by_name(self, features: PyTree) -> dict[str, Any]:
         specs = self.signature["features"]
@@ -117,6 +125,24 @@ class SavedModel:
                 "one row per example",
             )
         return array
+
+
+def _checked_signature(signature: dict[str, Any]) -> dict[str, Any]:
+    """Returns the signature of an export, which may come from anyone.
+
+    Raises:
+      ValueError: it has another form than those that `export_saved_model` writes.
+    """
+    features, classes = signature["features"], signature["classes"]
+    for dtype, shape in features.values():
+        if not (isinstance(dtype, str) and dtype.strip("<>|").isalnum() and all(type(n) is int for n in shape)):
+            raise ValueError(f"{SIGNATURE} has a feature of {dtype!r} and {shape!r}")
+        np.dtype(dtype)
+    is_one = set(features) == {""}
+    is_list = classes is None or (isinstance(classes, list) and all(isinstance(word, str) for word in classes))
+    if not is_list or type(signature["is_dict"]) is not bool or not (signature["is_dict"] or is_one):
+        raise ValueError(f"{SIGNATURE} has another form")
+    return signature
 
 
 def load_saved_model(path: str | os.PathLike[str]) -> SavedModel:

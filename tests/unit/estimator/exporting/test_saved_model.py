@@ -1,5 +1,6 @@
 """Exported models."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -80,6 +81,38 @@ def test_incomplete_exports_are_refused(content, folder, tmp_path):
             (copy / name).write_bytes(content)
         with refused(CheckpointError, ["load_saved_model(", "not an exported model, or is incomplete", "has returned"]):
             estimator.load_saved_model(copy)
+
+
+ODD = [
+    {"features": {"x": 5}},
+    {"features": {"x": ["(2,", [3]]}},
+    {"features": {"x": ["float32", ["3"]]}},
+    {"features": None},
+    {"is_dict": 1},
+    {"classes": 3},
+    {"classes": [1, 2]},
+]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=str)
+def test_signatures_of_another_form_are_refused(odd, folder, tmp_path):
+    """The file may come from anyone."""
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    signature = json.loads((copy / "signature.json").read_text())
+    (copy / "signature.json").write_text(json.dumps(signature | odd))
+    with refused(CheckpointError, ["not an exported model, or is incomplete"]):
+        estimator.load_saved_model(copy)
+
+
+def test_classes_that_do_not_fit_the_program(folder, tmp_path):
+    copy = shutil.copytree(folder, tmp_path / "copy")
+    signature = json.loads((copy / "signature.json").read_text())
+    (copy / "signature.json").write_text(json.dumps(signature | {"classes": ["a"]}))
+    loaded = estimator.load_saved_model(copy)
+    (dtype, shape) = next(iter(loaded.signature["features"].values()))
+    rows = {name: np.ones((2, *shape), dtype) for name in loaded.signature["features"]}
+    with refused(CheckpointError, ["signature.json names 1 classes, which do not fit its program"]):
+        loaded.predict(rows if loaded.signature["is_dict"] else rows[""])
 
 
 def test_folders_without_an_export(tmp_path):
