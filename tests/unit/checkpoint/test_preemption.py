@@ -187,11 +187,15 @@ def test_asks_the_function(start, told, monkeypatch):
 def test_error_of_the_function(start, monkeypatch):
     """It is raised at the next step, in the main thread."""
     monkeypatch.setattr(notices, "_POLL_S", 0.01)
+    is_made = threading.Event()
 
     def ask():
-        raise OSError("no metadata")
+        if is_made.is_set():
+            raise OSError("no metadata")
+        return False
 
     program, deadline = start(ask=ask), time.monotonic() + DEADLINE_S
+    is_made.set()
     while not failures and time.monotonic() < deadline:
         time.sleep(0.01)
     with pytest.raises(OSError, match="no metadata"):
