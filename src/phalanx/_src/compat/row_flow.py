@@ -77,11 +77,8 @@ _REDUCTIONS = frozenset(
 )  # fmt: skip
 _ALONG = {"cumlogsumexp": "axis", "cummax": "axis", "cummin": "axis", "cumprod": "axis", "cumsum": "axis"}
 _ALONG |= {"sort": "dimension", "concatenate": "dimension", "split": "axis"}
-_ALIKE = frozenset(
-    {
-        "argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or",
-    }
-)  # fmt: skip
+_ALIKE = _REDUCTIONS - {"reduce_prod", "reduce_sum", "reduce_xor"}
+"""Reductions of equal values that do not depend on their number."""
 
 
 def kind_of(fn: Callable[..., Any], *args: PyTree) -> Flow:
@@ -214,8 +211,10 @@ def _of_rows(eqn: jex.JaxprEqn, operands: _Flows, dims: list[int | None], shapes
         before = _shape(eqn.invars[0])[:dim]
         return ROWS if place is not None and math.prod(before) == math.prod(shapes[0][:place]) else _MIXED
     if name in ("slice", "pad") and place == dim and shapes[0][place or 0] == _shape(eqn.invars[0])[dim or 0]:
-        is_moved = name == "pad" and params["padding_config"][dim or 0] != (0, 0, 0)
-        is_moved = is_moved or (name == "slice" and (params["strides"] or {}) and params["strides"][dim or 0] != 1)
+        if name == "pad":
+            is_moved = params["padding_config"][dim or 0] != (0, 0, 0)
+        else:
+            is_moved = params["strides"] is not None and params["strides"][dim or 0] != 1
         return _MIXED if is_moved else ROWS
     if name == "dot_general":
         return _of_product(eqn, operands, dims)
@@ -273,13 +272,13 @@ def _of_sums(eqn: jex.JaxprEqn, operands: _Flows, *, is_spread: bool) -> Flow:
     if len(operands) == 1:
         return first if name in _LINEAR or name == "reduce_sum" else _MIXED
     # Sums may be weighed, and added up if they grow alike. The mean of parts stays the mean of all if a constant is added.
-    is_first = [kind.name == "sum" for kind in operands]
-    if name in ("mul", "div") and (is_first == [True, False] or (name == "mul" and is_first == [False, True])):
+    are_sums = [kind.name == "sum" for kind in operands]
+    if name in ("mul", "div") and (are_sums == [True, False] or (name == "mul" and are_sums == [False, True])):
         is_shifted = any(kind.is_shifted for kind in operands)
         growth = _product(name, operands)
         return _MIXED if is_shifted and growth != 1.0 else Flow("sum", growth, is_shifted)
     if name in ("add", "add_any", "sub") and first.growth == operands[1].growth:
-        is_shifted = not all(is_first) or any(kind.is_shifted for kind in operands)
+        is_shifted = not all(are_sums) or any(kind.is_shifted for kind in operands)
         return _MIXED if is_shifted and first.growth != 1.0 else Flow("sum", first.growth, is_shifted)
     return _MIXED
 

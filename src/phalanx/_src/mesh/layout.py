@@ -65,8 +65,7 @@ class AbstractLayout(ABC):
         """
         return num_bytes >= _MANY_BYTES
 
-    @abstractmethod
-    def require_used(self) -> None:
+    def require_used(self) -> None:  # noqa: B027  (A layout without rules for paths has nothing to check.)
         """Checks that each rule of the layout has matched a variable. Called when all variables exist.
 
         Raises:
@@ -148,10 +147,6 @@ class FullySharded(AbstractLayout):
             return partition_spec()
         return partition_spec(*(None,) * dim, self.axis)
 
-    @override
-    def require_used(self) -> None:
-        """Does nothing: a model may have only small variables, which are not sharded."""
-
 
 def fully_sharded(
     axis: str = REPLICA_AXIS, min_size: int = _MIN_SIZE, *, gather: Literal["layer", "step"] | None = None
@@ -214,10 +209,6 @@ class ShapeRules(AbstractLayout):
             names.pop()
         self._specs[path] = partition_spec(*names)
         return self._specs[path]
-
-    @override
-    def require_used(self) -> None:
-        """Does nothing, as in `FullySharded`."""
 
     @override
     def news(self) -> str:
