@@ -24,6 +24,8 @@ from phalanx.typing import PyTree
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
+_MOST_DIGITS = 18
+
 
 def integer(
     name: str,
@@ -57,6 +59,16 @@ def integer(
         kind = kind or ("a positive integer" if least == 1 else f"{least} or more, and an integer")
         raise error(f"{name}={shown(value)}", f"must be {kind}.", f"{name}={least}" if hint is None else hint)
     return operator.index(value)
+
+
+def is_number(text: str) -> bool:
+    """Returns whether a text is a number of digits. It has at most 18, because others chose it: Python takes long for thousands.
+
+    Example:
+      >>> is_number("8888"), is_number("-1"), is_number("9" * 5000)
+      (True, False, False)
+    """
+    return text.isdecimal() and len(text) <= _MOST_DIGITS
 
 
 def is_integer(value: object, least: float = -math.inf, most: float = math.inf) -> TypeGuard[int]:

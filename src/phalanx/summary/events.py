@@ -16,7 +16,7 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-from phalanx._src.checkpoint.untrusted import is_data
+from phalanx._src.checkpoint.untrusted import read_data
 from phalanx._src.tracing.records import Record
 from phalanx.summary.steps import Step
 
@@ -188,8 +188,12 @@ _KINDS: dict[str, tuple[str, bytes, Callable[[Any, Any], object]]] = {
 def scalars_in(pattern: str) -> dict[int, dict[str, float]]:
     """Returns the scalars of the event files that match a pattern, by step and tag. Ignores what is damaged or incomplete."""
     scalars: dict[int, dict[str, float]] = {}
-    for path in filter(is_data, map(Path, sorted(glob.glob(pattern)))):
-        for event in _events_of(path.read_bytes()):
+    for path in sorted(glob.glob(pattern)):
+        try:
+            data = read_data(Path(path))
+        except (OSError, ValueError):
+            continue
+        for event in _events_of(data):
             for value in event.summary.value:
                 content = value.tensor.tensor_content
                 if value.metadata.plugin_data.plugin_name == "scalars" and len(content) == np.float32().nbytes:

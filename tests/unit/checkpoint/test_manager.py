@@ -231,12 +231,13 @@ def test_wrong_arguments_are_refused(tmp_path, checkpoint, options, message):
 
 
 def test_latest_checkpoint_ignores_other_files(tmp_path, checkpoint):
-    """Names without a number, folders, unfinished files."""
+    """Names without a number or with one that no training reaches, folders, unfinished files."""
     assert train.latest_checkpoint(tmp_path) is None
     checkpoint.write(tmp_path / "final")
     checkpoint.save(tmp_path / "a-b")
     checkpoint.sync()
     (tmp_path / ".c-9.safetensors.1.part").write_text("")
+    (tmp_path / f"a-b-{'9' * 200}.safetensors").write_text("")
     assert train.latest_checkpoint(tmp_path) == str(tmp_path / "a-b-1")
 
 

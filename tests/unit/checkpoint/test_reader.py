@@ -14,6 +14,7 @@ from keras import layers
 
 import phalanx
 from phalanx._src.tools.checkpoint.__main__ import COMMANDS
+from phalanx._src.tools.checkpoint.__main__ import _time as time_of
 from phalanx.errors import CheckpointError
 from phalanx.train import Checkpoint, CheckpointManager, list_variables, load_checkpoint, load_variable
 
@@ -172,8 +173,15 @@ def test_list_of_a_folder(folder, capsys, tmp_path):
         (f"{folder}/ckpt-2.safetensors", 20),
     ]
     (tmp_path / "ckpt-1.safetensors").write_bytes(b"torn")
+    (tmp_path / "ckpt-2.safetensors").symlink_to("nowhere")
+    saved = Checkpoint(x=1)
+    saved.write(tmp_path / "ckpt-3")
+    saved.sync()
     COMMANDS["ls"](str(tmp_path))
-    assert "cannot be read" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert ["cannot be read" in line for line in lines] == [True, True, False]
+    for number in (2, 3):
+        (tmp_path / f"ckpt-{number}.safetensors").unlink()
     for path, message in (
         (tmp_path / "none", "there is no such folder"),
         (tmp_path / ("x" * 300), "there is no such folder"),
@@ -184,6 +192,12 @@ def test_list_of_a_folder(folder, capsys, tmp_path):
     (tmp_path / "ckpt-1.safetensors").unlink()
     with pytest.raises(CheckpointError, match="contains no checkpoint"):
         COMMANDS["ls"](str(tmp_path))
+
+
+def test_time_of_any_year():
+    """File systems store more years than the C library can name."""
+    assert time_of(2.0**62) == "unknown"
+    assert time_of(0.0).startswith(("1969-12-31", "1970-01-01"))
 
 
 def test_names_are_sorted_by_number(tmp_path, capsys):
@@ -260,6 +274,14 @@ def test_export_replaces_no_file(folder, tmp_path):
     with pytest.raises(CheckpointError, match="the file exists already"):
         COMMANDS["export"](folder, str(tmp_path / "m.npz"), "")
     assert (tmp_path / "m.npz").read_text() == "mine"
+
+
+def test_model_that_is_larger_than_its_file(folder, tmp_path, monkeypatch):
+    """It is not made: a small file would fill the memory."""
+    text = keras.Sequential([keras.Input((1,)), layers.Dense(1)]).to_json().replace('"units": 1', '"units": 1000000000')
+    monkeypatch.setattr("phalanx._src.checkpoint.reader.CheckpointReader.models", {"model": text})
+    with pytest.raises(CheckpointError, match=r"its variables would have 8 GB, more than the file has"):
+        COMMANDS["export"](folder, str(tmp_path / "m.keras"), "")
 
 
 def test_model_whose_layers_cannot_be_imported(folder, tmp_path, monkeypatch):

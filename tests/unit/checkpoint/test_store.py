@@ -306,6 +306,7 @@ def notes_of(**changes):
         notes_of(dtypes={"b": "float32"}),
         notes_of(names={"a": 3}),
         notes_of(aliases=None),
+        notes_of(values={"v": [{"__array__": "a"}, {"__array__": "a"}]}),
         {"format": store._FORMAT, "notes": "{}"},
     ],
 )
@@ -314,6 +315,58 @@ def test_malformed_files_are_refused(tmp_path, metadata):
     safetensors.numpy.save_file({"a": np.zeros(2)}, tmp_path / "a.safetensors", metadata)
     with pytest.raises(CheckpointError, match="the file is damaged: its "):
         store.CheckpointFile(tmp_path / "a")
+
+
+def test_file_that_becomes_shorter_is_refused(tmp_path):
+    """While it is open. The process would die of SIGBUS if the file were mapped into memory."""
+    file = tmp_path / "c.safetensors"
+    store.write(file, {"a": np.ones(100_000), "b": np.ones(100_000)}, NOTES)
+    stored = store.CheckpointFile(file)
+    os.truncate(file, 1_000_000)
+    np.testing.assert_array_equal(stored.array("a"), np.ones(100_000))
+    with pytest.raises(CheckpointError, match="is damaged: b cannot be read: the file ends too early"):
+        stored.array("b")
+
+
+def header_of(entries, size=800):
+    """Returns a file whose list of contents is `entries`."""
+    header = json.dumps(entries).encode()
+    return len(header).to_bytes(8, "little") + header + bytes(size)
+
+
+@pytest.mark.parametrize(
+    ("entries", "problem"),
+    [
+        ({"a": {"dtype": "F64", "shape": [100], "data_offsets": [0, 801]}}, "an array ends after the file"),
+        ({"a": {"dtype": "F64", "shape": [99], "data_offsets": [0, 800]}}, "another size than its shape"),
+        ({"a": {"dtype": "F64", "shape": [-100], "data_offsets": [0, 800]}}, "'shape': "),
+        ({"a": {"dtype": 5, "shape": [], "data_offsets": [0, 8]}}, "'dtype': 5"),
+        ({"a": {"dtype": "F64", "shape": [], "data_offsets": [0]}}, "not enough values"),
+        ({"a": [0, 8]}, "list indices"),
+        ({name: {"dtype": "F64", "shape": [100], "data_offsets": [0, 800]} for name in "ab"}, "its arrays overlap"),
+        ([], "pop expected"),
+    ],
+    ids=["too long", "shape", "negative", "dtype", "one offset", "list", "overlap", "no dict"],
+)
+def test_lists_of_contents_that_are_none(tmp_path, entries, problem):
+    (tmp_path / "a.safetensors").write_bytes(header_of(entries))
+    with pytest.raises(CheckpointError, match=f"incomplete, or not a checkpoint .*{problem}"):
+        store.CheckpointFile(tmp_path / "a")
+
+
+def test_header_longer_than_the_file_is_refused(tmp_path):
+    (tmp_path / "a.safetensors").write_bytes((2**62).to_bytes(8, "little") + b"{}")
+    with pytest.raises(CheckpointError, match="its list of contents ends after the file"):
+        store.CheckpointFile(tmp_path / "a")
+
+
+def test_archives_take_any_name_but_those_that_lead_out(tmp_path):
+    """`file` is an argument of `numpy.savez`."""
+    store.export_arrays(tmp_path / "a.npz", {"file": np.arange(3), "x/y": np.ones(2, "float16")})
+    with np.load(tmp_path / "a.npz") as arrays:
+        assert {name: array.tolist() for name, array in arrays.items()} == {"file": [0, 1, 2], "x/y": [1.0, 1.0]}
+    with pytest.raises(CheckpointError, match=r"takes no array of the name 'x/\.\./\.\./y'.\nHINT: .*b.safetensors"):
+        store.export_arrays(tmp_path / "b.npz", {"x/../../y": np.ones(1)})
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def numbered(directory: str | os.PathLike[str], name: str | None = None) -> list
 
 def _name_and_number(path: Path) -> tuple[str, int] | None:
     """Returns the parts of the name of a numbered checkpoint, with or without the suffix. None for another file."""
-    match = re.fullmatch(r"([^.].*)-(\d+)", path.name.removesuffix(SUFFIX))
+    match = re.fullmatch(r"([^.].*)-(\d{1,18})", path.name.removesuffix(SUFFIX))
     return None if match is None else (match[1], int(match[2]))
 
 

@@ -281,7 +281,7 @@ class StatePart(Part):
             return set()
         if not (stored.is_old or path in stored.notes["states"]):
             raise ValueError(f"it is an object of type {type(self.changes).__name__}, and a value in the checkpoint")
-        return {path} | text.references(values[path])
+        return {path, *text.references(values[path])}
 
     @override
     def read(self, path: str, stored: CheckpointFile) -> Any:

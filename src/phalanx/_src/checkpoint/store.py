@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoint files. Each is one file in the safetensors format, so that a checkpoint is there completely or not at all.
 
-The arrays are the tensors of the file. Everything else is JSON in the metadata of the file. The library
-safetensors reads and exports. Checkpoints are written here, array by array, so that training continues meanwhile: the library
+The arrays are the tensors of the file. Everything else is JSON in the metadata of the file. The library safetensors
+exports. Checkpoints are written here, array by array, so that training continues meanwhile: the library
 copies all arrays into one buffer first, and holds Python's lock. The format is described at
 https://huggingface.co/docs/safetensors/index#format.
 
@@ -16,20 +16,21 @@ import os
 import secrets
 import shutil
 import struct
+import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
 from io import FileIO
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes  # noqa: F401  (NumPy knows the names of JAX's dtypes after this import.)
 import numpy as np
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from phalanx._src.checkpoint import shards, sums, text
 from phalanx._src.checkpoint.shards import Box, Division
-from phalanx._src.checkpoint.untrusted import bytes_on_disk, is_of_holes
+from phalanx._src.checkpoint.tensors import DTYPES, Tensors
+from phalanx._src.checkpoint.untrusted import SparseFileError
 from phalanx.errors import CheckpointError
 
 SUFFIX = ".safetensors"
@@ -38,20 +39,8 @@ _BEFORE_SUM = b'{"__metadata__": {"sum": "'
 _NO_SUM = b"0" * 8
 _SHOWN = 200
 
-_DTYPES = {
-    "BOOL": "bool",
-    "BF16": "bfloat16",
-    "C64": "complex64",
-    **{
-        f"{letter}{bits}": f"{kind}{bits}"
-        for letter, kind in zip("IU", ("int", "uint"), strict=True)
-        for bits in (8, 16, 32, 64)
-    },
-    **{f"F{bits}": f"float{bits}" for bits in (16, 32, 64)},
-}
-"""The dtypes of the format that NumPy has. Arrays of other dtypes are stored as bytes, with the name of the dtype in the notes."""
-
-_CODES = {name: code for code, name in _DTYPES.items()}
+_CODES = {name: code for code, name in DTYPES.items()}
+"""Arrays of other dtypes are stored as bytes, with the name of the dtype in the notes."""
 
 
 def file_of(path: str | os.PathLike[str]) -> Path:
@@ -163,18 +152,18 @@ def _header(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> by
 def sum_of_contents(file: Path) -> str:
     """Returns the sum of what comes before the arrays in a file, with the sums of the arrays."""
     with open(file, "rb") as opened:
-        return opened.read(8 + len(_BEFORE_SUM) + len(_NO_SUM))[-len(_NO_SUM) :].decode(errors="replace")
+        return _sum_in(opened.read(8 + len(_BEFORE_SUM) + len(_NO_SUM)))
 
 
-def _is_sound(file: Path) -> bool:
-    """Returns whether what comes before the arrays in a file is what was written."""
-    with open(file, "rb") as opened:
-        first = opened.read(8 + len(_BEFORE_SUM) + len(_NO_SUM))
-        header = first + opened.read(struct.unpack("<Q", first[:8])[0] - len(first) + 8)
+def _sum_in(header: bytes) -> str:
+    return header[: 8 + len(_BEFORE_SUM) + len(_NO_SUM)][-len(_NO_SUM) :].decode(errors="replace")
+
+
+def _is_sound(header: bytes) -> bool:
+    """Returns whether the bytes before the arrays of a file are those that were written."""
     begin = 8 + len(_BEFORE_SUM)
-    expected = header[begin : begin + len(_NO_SUM)]
-    header = header[:begin] + _NO_SUM + header[begin + len(_NO_SUM) :]
-    return first[8:begin] == _BEFORE_SUM and b"%08x" % zlib.crc32(header) == expected
+    without = header[:begin] + _NO_SUM + header[begin + len(_NO_SUM) :]
+    return header[8:begin] == _BEFORE_SUM and f"{zlib.crc32(without):08x}" == _sum_in(header)
 
 
 def _write_all(opened: FileIO, data: bytes | memoryview) -> None:
@@ -209,10 +198,6 @@ def _refuse_write(file: Path, error: Exception) -> CheckpointError:
     )
 
 
-def _opened(file: Path) -> Any:  # The library does not tell the types of its methods.
-    return safe_open(file, "numpy")
-
-
 class CheckpointFile:
     """A checkpoint file that is open for reading. Arrays are read one at a time.
 
@@ -228,22 +213,30 @@ class CheckpointFile:
         if not _is_file(self.file):
             problem, hint = _foreign(path_of(self.file)) or ("there is no such file", _nearest(self.file))
             raise CheckpointError(f"the checkpoint {_short(self.file)}", f"{problem}.", hint)
-        if is_of_holes(self.file):
-            size, stored = self.file.stat().st_size, bytes_on_disk(self.file)
+        try:
+            self._tensors = Tensors(self.file)
+        except SparseFileError as e:
             raise CheckpointError(
                 f"the checkpoint {_short(self.file)}",
-                f"of its {size} bytes, only {stored} were ever written. The others would be zeros that fill the memory.",
+                f"{e}. The others would be zeros that fill the memory.",
                 "if you trust the file: cp --sparse=never FILE COPY, and restore the copy",
-            )
-        try:
-            self._open = _opened(self.file)
-            metadata = self._open.metadata() or {}
-        except (MemoryError, OSError, SafetensorError) as e:
+            ) from e
+        except (
+            AttributeError,
+            EOFError,
+            LookupError,
+            MemoryError,
+            OSError,
+            RecursionError,
+            TypeError,
+            ValueError,
+        ) as e:
             raise CheckpointError(
                 f"the checkpoint {_short(self.file)}",
                 f"the file cannot be read: it is incomplete, or not a checkpoint ({e}).",
                 _newest_other(self.file),
             ) from e
+        metadata = self._tensors.metadata
         if metadata.get("format") not in (OLD_FORMAT, _FORMAT):
             raise CheckpointError(
                 f"the checkpoint {_short(self.file)}",
@@ -251,9 +244,9 @@ class CheckpointFile:
                 "safetensors.numpy.load_file(path), and assign the arrays",
             )
         self.is_old = metadata["format"] == OLD_FORMAT
-        if not (self.is_old or _is_sound(self.file)):
+        if not (self.is_old or _is_sound(self._tensors.header)):
             raise self._refuse("its list of contents is not what was saved")
-        whole = frozenset(self._open.keys())
+        whole = frozenset(self._tensors.entries)
         try:
             self.notes: dict[str, Any] = _checked(json.loads(metadata["notes"]), whole)
             self._divisions = {name: Division.of_notes(each) for name, each in self.notes["divided"].items()}
@@ -276,13 +269,12 @@ class CheckpointFile:
         division = self._divisions.get(name)
         if division is not None:
             return division.shape, np.dtype(division.dtype)
-        part = self._open.get_slice(name)
-        shape, dtype = tuple(part.get_shape()), self._dtypes.get(name)
+        entry, dtype = self._tensors.entries[name], self._dtypes.get(name)
+        if entry.code not in DTYPES:
+            raise self._refuse(f"{name} has the dtype {entry.code}, which Phalanx does not write")
         if dtype is not None:
-            return shape[:-1], np.dtype(dtype)
-        if part.get_dtype() not in _DTYPES:
-            raise self._refuse(f"{name} has the dtype {part.get_dtype()}, which Phalanx does not write")
-        return shape, np.dtype(_DTYPES[part.get_dtype()])
+            return entry.shape[:-1], np.dtype(dtype)
+        return entry.shape, np.dtype(DTYPES[entry.code])
 
     def array(self, name: str) -> np.ndarray:
         """Reads an array.
@@ -295,9 +287,11 @@ class CheckpointFile:
         if name in self._divisions:
             return self.part(name, tuple((0, n) for n in shape))
         try:
-            array: np.ndarray = self._open.get_tensor(name)
+            array = self._tensors.array(name)
         except (MemoryError, ValueError) as e:
             raise self._refuse(f"{name}, of the shape {shape}, does not fit into the memory of this process") from e
+        except (EOFError, OSError) as e:
+            raise self._refuse(f"{name} cannot be read: {e}") from e
         if name not in self._sound:
             sum_of = sums.of_bytes if self.is_old else sums.of_array
             if sum_of(array) != self.notes["sums"][name]:
@@ -326,7 +320,7 @@ class CheckpointFile:
         if rank not in self._files_of_ranks:
             path = shards.file_of_rank(self.file, rank)
             pieces = CheckpointFile(path)
-            if sum_of_contents(path) != self.notes["files"].get(str(rank)):
+            if _sum_in(pieces._tensors.header) != self.notes["files"].get(str(rank)):
                 raise self._refuse(f"{_short(path)} belongs to another checkpoint")
             self._files_of_ranks[rank] = pieces
         return self._files_of_ranks[rank]
@@ -364,11 +358,13 @@ def _checked(notes: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
     for name, dtype in checked["dtypes"].items():
         if name not in names or text.dtype_of_name(dtype) is None:
             raise ValueError(f"the dtype of {name}")
-    missing = (names - set(checked["sums"])) | (
-        text.references(list(checked["values"].values())) - names - set(checked["divided"])
-    )
+    references = text.references(list(checked["values"].values()))
+    missing = (names - set(checked["sums"])) | (set(references) - names - set(checked["divided"]))
     if missing:
         raise KeyError(min(missing))
+    # Each would be a copy of the array, which may be large.
+    if len(set(references)) < len(references):
+        raise ValueError("two references to one array")
     return checked
 
 
@@ -379,6 +375,12 @@ def export_arrays(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
       CheckpointError: the file cannot be written.
     """
     plain = set(_CODES) if file.suffix == SUFFIX else set(_CODES) - {"bfloat16"}
+    for name in arrays:
+        # Programs that unpack an archive would write outside of their folder.
+        if file.suffix != SUFFIX and ".." in name.split("/"):
+            raise CheckpointError(
+                f"{_short(file)}", f"an archive takes no array of the name {name!r}.", f"{file.with_suffix(SUFFIX)}"
+            )
     converted = {
         n: a if a.dtype.name in plain or a.dtype.kind != "V" else a.astype(np.float32) for n, a in arrays.items()
     }
@@ -386,7 +388,11 @@ def export_arrays(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
         if file.suffix == SUFFIX:
             save_file(converted, file)
         else:
-            np.savez(file, **converted)  # type: ignore[arg-type]
+            # As `numpy.savez`, which takes no array of the name `file`.
+            with zipfile.ZipFile(file, "x") as archive:
+                for name, array in converted.items():
+                    with archive.open(f"{name}.npy", "w", force_zip64=True) as opened:
+                        np.lib.format.write_array(opened, array, allow_pickle=False)
     except (OSError, SafetensorError) as e:
         raise _refuse_write(file, e) from e
 

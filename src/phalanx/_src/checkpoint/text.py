@@ -150,10 +150,8 @@ def kind_of_keys(value: object) -> str | None:
     return value.get(_KEY) if isinstance(value, dict) else None
 
 
-def references(value: object) -> set[str]:
-    """Returns the names of the arrays that an encoded value refers to."""
-    if isinstance(value, list):
-        return set().union(*map(references, value))
-    if not isinstance(value, dict):
-        return set()
-    return {value[_ARRAY]} if _ARRAY in value else set().union(*map(references, value.values()))
+def references(value: object) -> list[str]:
+    """Returns the names of the arrays that an encoded value refers to, as often as it does."""
+    if isinstance(value, dict):
+        return [value[_ARRAY]] if _ARRAY in value else references([*value.values()])
+    return [name for item in value for name in references(item)] if isinstance(value, list) else []

@@ -1,27 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that another user may have made: whether it is safe to read all of one."""
+"""Files that another user may have made: opens those that can be read to their end."""
 
+import os
 import stat
+from io import FileIO
 from pathlib import Path
 
 _LARGE, _MOST_HOLES = 200_000_000, 100
 """From which size on a file must have been written, and at least which part of it: file systems that compress store less than all."""
 
 
-def is_data(file: Path) -> bool:
-    """Returns whether a file can be read to its end: no device or pipe, which may have none, and not made of holes."""
-    try:
-        return stat.S_ISREG(file.stat().st_mode) and not is_of_holes(file)
-    except OSError:
-        return False
+class SparseFileError(ValueError):
+    """Most of a large file was never written. Its zeros would fill the memory."""
 
 
-def is_of_holes(file: Path) -> bool:
-    """Returns whether most of a large file was never written. Its zeros would fill the memory."""
-    size = file.stat().st_size
-    return size > _LARGE and bytes_on_disk(file) * _MOST_HOLES < size
+def open_data(file: Path) -> FileIO:
+    """Opens a file that can be read to its end. Later reads are of this file, even if another one takes its name.
+
+    Raises:
+      OSError: it cannot be opened.
+      SparseFileError: most of it was never written.
+      ValueError: it is a device or a pipe, which may have no end.
+    """
+    # The opening of a pipe would wait for its other end.
+    opened = FileIO(file, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
+    status = os.fstat(opened.fileno())
+    # The rest of its size are holes, which read as zeros.
+    stored = 512 * status.st_blocks
+    if not stat.S_ISREG(status.st_mode):
+        opened.close()
+        raise ValueError("it is a device or a pipe")
+    if status.st_size > _LARGE and stored * _MOST_HOLES < status.st_size:
+        opened.close()
+        raise SparseFileError(f"of its {status.st_size} bytes, only {stored} were ever written")
+    return opened
 
 
-def bytes_on_disk(file: Path) -> int:
-    """Returns how many bytes of a file are stored. The rest are holes, which read as zeros."""
-    return 512 * file.stat().st_blocks
+def read_data(file: Path) -> bytes:
+    """Returns the contents of a file.
+
+    Raises:
+      OSError, ValueError: see `open_data`.
+    """
+    with open_data(file) as opened:
+        return opened.readall()

@@ -306,6 +306,8 @@ def _json_object(text: str) -> dict[str, Any]:
         near = text[max(error.pos - 20, 0) : error.pos + 20]
         problem = f"is not JSON: {error.msg} at character {error.pos}, near {near!r}."
         raise ClusterError("TF_CONFIG", problem, hint) from None
+    except (RecursionError, ValueError) as error:  # Thousands of brackets or digits.
+        raise ClusterError(f"TF_CONFIG={text:.80}", f"cannot be read: {error}.", hint) from None
     if not isinstance(config, dict):
         raise ClusterError(f"TF_CONFIG={text:.80}", f"must be a JSON object, not {_kind(config)}.", hint)
     return config
@@ -348,7 +350,7 @@ def _task_of(fields: dict[str, Any]) -> Task:
 
 
 def _index(subject: str, value: object) -> int:
-    if isinstance(value, str) and value.isdecimal():
+    if isinstance(value, str) and arguments.is_number(value):
         value = int(value)
     if not arguments.is_integer(value, least=0):
         raise ClusterError(subject, "an index must be an integer, 0 or more.", _TASK_HINT)
@@ -396,9 +398,9 @@ def _check_addresses(spec: ClusterSpec) -> None:
         if not host or set(host) & set("/ ,") or (":" in host and not (host[0] == "[" and host[-1] == "]")):
             problem = "must be host:port, or [host]:port for an IPv6 address."
             raise ClusterError(f"address {address!r} of {task}", problem, f'"{task.type}": ["host0:12345"]')
-        if not (port.isdecimal() and 0 < int(port) <= MAX_PORT):
-            problem = f"its port {port!r} is not a number from 1 to {MAX_PORT}."
-            raise ClusterError(f"address {address!r} of {task}", problem, f'"{task.type}": ["{host}:12345"]')
+        if not (arguments.is_number(port) and 0 < int(port) <= MAX_PORT):
+            problem = f"its port {port!r:.80} is not a number from 1 to {MAX_PORT}."
+            raise ClusterError(f"address {address!r:.80} of {task}", problem, f'"{task.type}": ["{host}:12345"]')
         if address in seen:
             problem = f"{seen[address]} has it too, but each process needs its own address."
             raise ClusterError(f"address {address!r} of {task}", problem, _CLUSTER_HINT)

@@ -4,17 +4,17 @@
 import importlib.util
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, final
 
 import jax
 import keras
 import numpy as np
-from safetensors.numpy import load_file
+from safetensors import numpy as safetensors
 
 from phalanx import feature_column
-from phalanx._src.checkpoint.untrusted import is_data
+from phalanx._src.checkpoint.untrusted import read_data
 from phalanx.errors import CheckpointError, InputError, MissingDependencyError, arguments
 from phalanx.estimator.export import is_text
 from phalanx.estimator.exporting.operations import refused_operation
@@ -47,13 +47,10 @@ class SavedModel:
 
         path = Path(folder)
         try:
-            for name in (SIGNATURE, VARIABLES, PROGRAM):
-                if not is_data(path / name):
-                    raise ValueError(f"{name} is missing, or no file with data")
-            self.signature = _checked_signature(json.loads((path / SIGNATURE).read_text()))
-            self._variables = load_file(path / VARIABLES)
+            self.signature = _checked_signature(json.loads(read_data(path / SIGNATURE)))
+            self._variables = safetensors.load(read_data(path / VARIABLES))
             # Compiled at the first prediction: JAX exports a portable program (StableHLO), not machine code.
-            program = export.deserialize(bytearray((path / PROGRAM).read_bytes()))
+            program = export.deserialize(bytearray(read_data(path / PROGRAM)))
             if operation := refused_operation(program):
                 raise ValueError(f"its program has {operation}, which computes nothing from arrays")
             self._call = jax.jit(program.call)
@@ -76,7 +73,7 @@ class SavedModel:
 
         Raises:
           CheckpointError: the names of the classes do not fit the program.
-        InputError: the features have other names, shapes or dtypes.
+          InputError: the features have other names, shapes or dtypes.
         """
         # Checked before the program runs: it would report a mismatch in terms of its own arguments.
         raw = {name: self._checked(name, x) for name, x in self._by_name(features).items()}
@@ -142,7 +139,22 @@ def _checked_signature(signature: dict[str, Any]) -> dict[str, Any]:
     is_list = classes is None or (isinstance(classes, list) and all(isinstance(word, str) for word in classes))
     if not is_list or type(signature["is_dict"]) is not bool or not (signature["is_dict"] or is_one):
         raise ValueError(f"{SIGNATURE} has another form")
+    for module, name in _objects_in(signature["columns"]):
+        # Keras would make any of its layers, of any size.
+        if not module.startswith("phalanx.feature_column.") and name != "function":
+            raise ValueError(f"{SIGNATURE} has a column with {module}.{name}")
     return signature
+
+
+def _objects_in(described: PyTree) -> Iterator[tuple[str, str]]:
+    """Yields the modules and names of the classes in what `keras.saving.serialize_keras_object` has returned."""
+    if isinstance(described, dict):
+        if "class_name" in described:
+            yield str(described.get("module")), str(described["class_name"])
+        described = list(described.values())
+    if isinstance(described, list):
+        for each in described:
+            yield from _objects_in(each)
 
 
 def load_saved_model(path: str | os.PathLike[str]) -> SavedModel:

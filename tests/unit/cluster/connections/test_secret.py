@@ -102,6 +102,17 @@ def test_file_that_holds_no_token(tmp_path, make, mode, found):
     assert f"HINT: rm {file}; or export PHALANX_TOKEN=" in str(raised.value)
 
 
+@pytest.mark.parametrize("mode", [0o777, 0o770, 0o720])
+def test_folder_that_others_may_change(tmp_path, mode):
+    """They could put the file of an earlier cluster there."""
+    environment = {"XDG_STATE_HOME": str(tmp_path)}
+    secret_of(HERE, environment)
+    (tmp_path / "phalanx").chmod(mode)
+    with pytest.raises(StartupError, match="other users can put another file in its place") as raised:
+        secret_of(HERE, environment)
+    assert f"HINT: chmod 700 {tmp_path / 'phalanx'}; or export PHALANX_TOKEN=" in str(raised.value)
+
+
 def test_user_without_a_home():
     """No folder is made beside the script, where the next process would not find it."""
     with pytest.raises(StartupError, match="this user has no home directory"):

@@ -33,6 +33,7 @@ def test_sagemaker_sorts_hosts_as_workers():
         ({"SM_HOSTS": ""}, "SM_HOSTS: is not set; SageMaker sets it for each container of a training job"),
         ({"SM_CURRENT_HOST": ""}, "SM_CURRENT_HOST: is not set"),
         ({"SM_HOSTS": "algo-1"}, "SM_HOSTS='algo-1': must be a JSON list of host names"),
+        ({"SM_HOSTS": "[" * 100_000}, "must be a JSON list of host names"),
         ({"SM_HOSTS": "[1]"}, r"SM_HOSTS='\[1\]': must be a JSON list of host names"),
         ({"SM_CURRENT_HOST": "algo-9"}, "SM_CURRENT_HOST='algo-9': is not one of SM_HOSTS="),
     ],

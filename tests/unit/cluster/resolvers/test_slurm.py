@@ -122,6 +122,19 @@ def test_bad_ranges_are_refused(part):
         expand_hosts(f"n[{part}]")
 
 
+@pytest.mark.parametrize("text", ["n[1-999999999999]", "a[1-1000]b[1-1000]", f"n[{'9' * 5000}]"])
+def test_hosts_are_counted_before_they_are_named(text):
+    """A short list may stand for more hosts than there is memory for."""
+    with pytest.raises(ClusterSourceError, match="it stands for more than 65536 hosts|is neither a number"):
+        expand_hosts(text)
+
+
+@pytest.mark.parametrize("text", ["1(x999999)", "999999", "1(x65536),1", "9" * 5000])
+def test_tasks_are_counted(text):
+    with pytest.raises(ClusterSourceError, match="they are more than 65536|is not a number of tasks"):
+        expand_counts(text)
+
+
 @pytest.mark.parametrize("text", ["", "4(2)", "4x2", "a", "4,"])
 def test_bad_counts_show_the_list(text):
     with pytest.raises(
@@ -215,6 +228,7 @@ def test_missing_variable_is_named(name):
     ("changes", "options", "message"),
     [
         ({"SLURM_PROCID": "x"}, {}, "SLURM_PROCID='x': must be a number"),
+        ({"SLURM_PROCID": "9" * 5000}, {}, "SLURM_PROCID='9+: must be a number"),
         ({"SLURM_PROCID": "7", "SLURM_LOCALID": "3"}, {}, "SLURM_PROCID=7: the job step has 7 tasks"),
         ({"SLURM_STEP_NUM_TASKS": "8"}, {}, "7 were assigned"),
         (

@@ -91,6 +91,17 @@ ODD = [
     {"is_dict": 1},
     {"classes": 3},
     {"classes": [1, 2]},
+    {"columns": [{"module": "keras.layers", "class_name": "Dense", "config": {"units": 1}}]},
+    {
+        "columns": [
+            {
+                "module": "phalanx.feature_column.dense",
+                "class_name": "IndicatorColumn",
+                "config": {"categorical_column": {"module": "keras", "class_name": "Sequential", "config": {}}},
+                "registered_name": "phalanx>IndicatorColumn",
+            }
+        ]
+    },
 ]
 
 

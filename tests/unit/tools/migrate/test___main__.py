@@ -1,6 +1,9 @@
 """The command: what it writes, what it prints, and its exit codes."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -76,7 +79,8 @@ def test_bad_files_of_a_folder_do_not_stop_the_others(migrate, tmp_path):
         "c.py": "# coding: latin-1\nimport tensorflow as tf\nx = tf.constant('ä')\n".encode("latin-1"),
         "d.py": b"import tensorflow as tf\nx = '\xe4'\n",
         "e.py": b"",
-        "f.ipynb": b"{",
+        "f.py": b"# coding: nosuch\nimport tensorflow as tf\n",
+        "h.ipynb": b"{",
     }
     for name, source in files.items():
         (folder / name).write_bytes(source)
@@ -86,9 +90,27 @@ def test_bad_files_of_a_folder_do_not_stop_the_others(migrate, tmp_path):
     assert (tmp_path / "out.py").read_text() == GOOD
     assert (folder / "a.py").read_bytes() == NEW.replace("\n", "\r\n").encode()
     assert "ä".encode("latin-1") in (folder / "c.py").read_bytes()
-    for name, line in (("b.py", 2), ("d.py", 2), ("f.ipynb", 1)):
+    for name, line in (("b.py", 2), ("d.py", 2), ("h.ipynb", 1), ("f.py", 1)):
         assert (folder / name).read_bytes() == files[name]
         assert f"p/{name}: 0 changes, 1 line to look at\n  line {line}: this is not" in report
+
+
+def test_nothing_of_a_file_reaches_the_terminal_as_it_is(tmp_path):
+    """Names of files, names in them and lines of the diff; a pipe gets the diff as it is. A file may also have a name that is no text."""
+    (tmp_path / "\x1b[2J.py").write_text("import tensorflow as tf\nx = tf.ones(1)  # \x1b]0;title\x07\n")
+    (tmp_path / os.fsdecode(b"\xff.py")).write_text(GOOD)
+    settings = json.dumps({"path": str(tmp_path), "output": None, "in_place": False, "check": False})
+    command = [sys.executable, "-m", "phalanx._src.tools.migrate", settings]
+    primary, secondary = os.openpty()
+    done = subprocess.run(command, stdout=secondary, stderr=subprocess.PIPE, timeout=300, check=True)
+    os.close(secondary)
+    shown = os.read(primary, 1 << 16)
+    assert b"\\x1b]0;title" in shown
+    assert b"\\x1b[2J.py: 1 change" in done.stderr
+    assert b"\\udcff.py: 1 change" in done.stderr
+    assert b"\x1b" not in shown + done.stderr
+    piped = subprocess.run(command, capture_output=True, timeout=300, check=True)
+    assert b"# \x1b]0;title" in piped.stdout
 
 
 def test_file_that_cannot_be_written_is_named(migrate, tmp_path):

@@ -53,6 +53,23 @@ def test_lines_that_are_not_python_are_told_from_those_that_are():
     ]
 
 
+def test_names_of_the_migration_are_not_those_of_the_notebook():
+    before = notebook(
+        "import tensorflow as tf\n__phalanx_0_cell__(7)\n__phalanx_1_magic__(99)",
+        "!ls\nx = tf.ones(1)\n__phalanx_0_cell__(0)",
+    )
+    migration = migrate_notebook(before, "a.ipynb", the_table())
+    assert sources(migration.source) == [
+        "import phalanx\nimport keras\n__phalanx_0_cell__(7)\n__phalanx_1_magic__(99)",
+        "!ls\nx = keras.ops.ones(1)\n__phalanx_0_cell__(0)",
+    ]
+
+
+def test_half_a_surrogate_pair_is_reported():
+    before = notebook("import tensorflow as tf\nx = tf.ones(1)\ny = 'z'").replace(b"'z'", b"'\\ud800'")
+    assert migrate_notebook(before, "a.ipynb", the_table()).report.exit_code == 2
+
+
 def test_report_names_cell_and_line():
     before = notebook("import tensorflow as tf", "x = 1\ntf.foo(x)", "tf.data.Dataset.range(3)")
     migration = migrate_notebook(before, "a.ipynb", the_table())
@@ -66,6 +83,6 @@ def test_notebook_without_tensorflow_stays_byte_for_byte():
 
 
 def test_file_that_is_not_a_notebook_is_reported():
-    for source in (b"{}", b"[]", b"{"):
+    for source in (b"{}", b"[]", b"{", b"[" * 100_000):
         migration = migrate_notebook(source, "a.ipynb", the_table())
         assert (migration.report.exit_code, migration.source) == (2, source)

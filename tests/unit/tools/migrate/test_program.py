@@ -129,11 +129,22 @@ def test_file_that_is_not_python_is_reported_with_its_line(source):
     assert "this is not Python 3" in migration.report.lines()[1]
 
 
-def test_expression_that_is_too_deep_is_reported():
-    source = b"import tensorflow as tf\nx = " + b"-" * 500 + b"tf.ones(1)\n"
+@pytest.mark.parametrize(
+    ("expression", "message"),
+    [
+        ("-" * 500 + "tf.ones(1)", "too deep"),
+        ("-" * 100_000 + "tf.ones(1)", "too deep"),
+        ("(" * 5000 + "tf.ones(1)" + ")" * 5000, "too many nested parentheses"),
+        ("tf.ones(1)" + "()" * 20_000, "too deep"),
+    ],
+    ids=["signs", "more signs", "parentheses", "calls"],
+)
+def test_expression_that_is_too_deep_is_reported(expression, message):
+    """libcst's parser would overflow the stack, which ends the process."""
+    source = f"import tensorflow as tf\nx = {expression}\n".encode()
     migration = migrate(source, "train.py", the_table())
     assert (migration.report.exit_code, migration.source) == (2, source)
-    assert "too deep" in migration.report.lines()[1]
+    assert message in migration.report.lines()[1]
 
 
 def test_note_is_that_of_the_row_that_fits():

@@ -97,11 +97,16 @@ def _secret_of_user(environment: Mapping[str, str]) -> Secret:
         # Rejects links, and does not block on a named pipe.
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), encoding="utf-8") as file:
             about, token = os.fstat(file.fileno()), file.read().strip()
+        folder = path.parent.stat()
     except (OSError, ValueError) as e:
         reason = e.strerror if isinstance(e, OSError) else "it is not UTF-8"
         raise StartupError(subject, f"it cannot be read or made: {reason}.", f"rm {path}; or {_HINT}") from e
     if about.st_uid != os.getuid():
         raise StartupError(subject, f"it belongs to the user {about.st_uid}.", _HINT)
+    if folder.st_uid != os.getuid() or folder.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise StartupError(
+            subject, "other users can put another file in its place.", f"chmod 700 {path.parent}; or {_HINT}"
+        )
     if about.st_mode & (stat.S_IRWXG | stat.S_IRWXO):
         raise StartupError(subject, "other users can read or write it.", f"rm {path}; or {_HINT}")
     if not stat.S_ISREG(about.st_mode) or len(token) < _SHORTEST:

@@ -215,8 +215,8 @@ def number(environ: Mapping[str, str], name: str, meaning: str, hint: str, defau
     if default is not None and not environ.get(name):
         return default
     value = variable(environ, name, meaning, hint)
-    if not value.isdecimal():
-        raise ClusterSourceError(f"{name}={value!r}", f"must be a number; {meaning}.", hint)
+    if not arguments.is_number(value):
+        raise ClusterSourceError(f"{name}={value!r:.80}", f"must be a number; {meaning}.", hint)
     return int(value)
 
 

@@ -145,7 +145,7 @@ class KubernetesClusterResolver(ClusterResolver):
         """Returns the common prefix of the pod names, and the index at the end of this pod's name."""
         name, _, end = self._environ.get("HOSTNAME", "").rpartition("-")
         if "JOB_COMPLETION_INDEX" not in self._environ:
-            if not name or not end.isdecimal():
+            if not name or not arguments.is_number(end):
                 raise ClusterSourceError(
                     f"HOSTNAME={self._environ.get('HOSTNAME', '')!r}",
                     "a pod of a StatefulSet has a name that ends in its number, and a pod of an indexed Job has "

@@ -4,6 +4,8 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from phalanx.errors import arguments
+
 _LAUNCHERS = {
     "Open MPI": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
     "MPICH or Intel MPI": ("PMI_RANK", "PMI_SIZE"),
@@ -52,4 +54,4 @@ def lone_task(environ: Mapping[str, str]) -> LoneTask | None:
 
 
 def _is_several(size: str | None) -> bool:
-    return size is not None and size.isdecimal() and int(size) > 1
+    return size is not None and arguments.is_number(size) and int(size) > 1

@@ -81,7 +81,7 @@ class SageMakerClusterResolver(ClusterResolver):
         current_host = variable(self._environ, "SM_CURRENT_HOST", _MEANING, _HINT)
         try:
             hosts = json.loads(text)
-        except json.JSONDecodeError:
+        except (RecursionError, ValueError):
             hosts = None
         if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
             raise ClusterSourceError(f"SM_HOSTS={shown(text, 80)}", "must be a JSON list of host names.", _HINT)

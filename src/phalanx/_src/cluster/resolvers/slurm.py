@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Resolver for the tasks of a Slurm job step, which `srun` started."""
 
+import itertools
 import os
 import re
 from collections.abc import Iterator, Mapping, MutableMapping
@@ -20,8 +21,8 @@ _PORT_BASE = 8888
 _FIRST_PORT, _PORTS = 61440, 3840
 """Ports above those that Linux gives to connections (32768 to 60999), and room for the tasks of a node."""
 _PER_STEP = 251
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-_COUNT = re.compile(r"(\d+)(?:\(x(\d+)\))?")
+_RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?")
+_COUNT = re.compile(r"(\d{1,6})(?:\(x(\d{1,6})\))?")
 
 
 def expand_hosts(text: str) -> list[str]:
@@ -37,7 +38,11 @@ def expand_hosts(text: str) -> list[str]:
       >>> expand_hosts("login,gpu[08-10,12]")
       ['login', 'gpu08', 'gpu09', 'gpu10', 'gpu12']
     """
-    return [host for item in _items(text) for host in _hosts_of(item, text)]
+    hosts = (host for item in _items(text) for host in _hosts_of(item, text))
+    first = list(itertools.islice(hosts, _MOST + 1))
+    if len(first) > _MOST:
+        raise _bad_list(text, f"it stands for more than {_MOST} hosts")
+    return first
 
 
 def expand_counts(text: str) -> list[int]:
@@ -56,8 +61,12 @@ def expand_counts(text: str) -> list[int]:
     counts = []
     for item in text.split(","):
         if not (match := _COUNT.fullmatch(item.strip())):
-            raise ClusterSourceError(f"tasks per node {text!r}", f"{item!r} is not a number of tasks.", "4(x2),3")
+            raise ClusterSourceError(
+                f"tasks per node {shown(text, 80)}", f"{shown(item, 80)} is not a number of tasks.", "4(x2),3"
+            )
         counts += [int(match[1])] * int(match[2] or 1)
+        if max(len(counts), sum(counts)) > _MOST:
+            raise ClusterSourceError(f"tasks per node {shown(text, 80)}", f"they are more than {_MOST}.", "4(x2),3")
     return counts
 
 
@@ -86,7 +95,7 @@ def _hosts_of(item: str, text: str) -> Iterator[str]:
 def _values(part: str, text: str) -> Iterator[str]:
     match = _RANGE.fullmatch(part)
     if not match or int(match[2] or match[1]) < int(match[1]):
-        raise _bad_list(text, f"{part!r} is neither a number nor a range of ascending numbers")
+        raise _bad_list(text, f"{shown(part, 80)} is neither a number nor a range of ascending numbers")
     first, last = match[1], match[2] or match[1]
     return (f"{i:0{len(first)}d}" for i in range(int(first), int(last) + 1))
 
@@ -103,9 +112,9 @@ def port_of_step(environ: Mapping[str, str]) -> int:
       (61447, 61448)
     """
     job, step = step_of(environ)
-    if not job.isdecimal():
+    if not arguments.is_number(job):
         return _PORT_BASE
-    return _FIRST_PORT + (int(job) + _PER_STEP * int(step if step.isdecimal() else "0")) % _PORTS
+    return _FIRST_PORT + (int(job) + _PER_STEP * int(step if arguments.is_number(step) else "0")) % _PORTS
 
 
 def step_of(environ: Mapping[str, str]) -> tuple[str, str]:

@@ -159,7 +159,7 @@ class TPUClusterResolver(ClusterResolver):
         """
         try:
             counts = [len(task) for task in json.loads(serialized_tpu_topology)["device_coordinates"]]
-        except (TypeError, ValueError, KeyError) as e:
+        except (TypeError, ValueError, KeyError, RecursionError) as e:
             raise ClusterTypeError(
                 f"serialized_tpu_topology={shown(serialized_tpu_topology)}",
                 "must be a serialized Topology.",

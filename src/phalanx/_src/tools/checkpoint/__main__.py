@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
+import jax
 import keras
 import numpy as np
 
@@ -19,14 +20,12 @@ from phalanx._src.checkpoint.reader import CheckpointReader, load_checkpoint
 from phalanx._src.checkpoint.shards import size_on_disk
 from phalanx._src.checkpoint.store import export_arrays
 from phalanx._src.launch.tables import print_table
-from phalanx.errors import CheckpointError, InvalidArgumentError, PhalanxError
+from phalanx.errors import CheckpointError, InvalidArgumentError, PhalanxError, arguments
 from phalanx.typing import PyTree
 
 _WIDTH = 60
 _LARGEST_FILE_BYTES = 5_000_000_000
 """As in the libraries of the Hugging Face Hub. More arrays than these are divided among several files and an index."""
-_MOST_DIGITS = 20
-"""Of a number in a name. Names of files of others may have any."""
 _KIND = {".npz": "arrays", ".safetensors": "arrays", ".keras": "model"}
 
 
@@ -41,13 +40,11 @@ def ls(folder: str) -> int:
     rows = []
     checkpoints = numbered(folder)
     for _, file in checkpoints:
-        status = file.stat()
-        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(status.st_mtime))
         try:
             arrays = str(len(load_checkpoint(file).get_variable_to_shape_map()))
-        except CheckpointError:
-            arrays = "cannot be read"
-        rows.append((str(file), saved, _size(size_on_disk(file)), arrays))
+            rows.append((str(file), _time(file.stat().st_mtime), _size(size_on_disk(file)), arrays))
+        except (CheckpointError, OSError):
+            rows.append((str(file), "", "", "cannot be read"))
     if not checkpoints:
         raise CheckpointError(call, "the folder contains no checkpoint.", hint)
     print_table(("checkpoint", "saved", "size", "arrays"), rows)
@@ -172,6 +169,11 @@ def _export_model(call: str, path: str, reader: CheckpointReader, file: Path, na
             else "in your program: checkpoint.restore(path), model.save(file). A model is exported here if it has get_config()",
         )
     try:
+        # Traced, a model of any size takes no memory. Its variables must fit the file before they are made.
+        variables = jax.eval_shape(lambda: [v.value for v in keras.models.model_from_json(models[chosen]).variables])
+        size = sum(math.prod(v.shape) * v.dtype.itemsize for v in variables)
+        if size > _bytes_of(reader):
+            raise ValueError(f"its variables would have {_size(size)}, more than the file has")
         model = keras.models.model_from_json(models[chosen])
     except Exception as e:
         raise CheckpointError(
@@ -181,6 +183,11 @@ def _export_model(call: str, path: str, reader: CheckpointReader, file: Path, na
         ) from e
     Checkpoint(**{chosen: model}).read(latest_checkpoint(path) or path).assert_existing_objects_matched()
     model.save(file)
+
+
+def _bytes_of(reader: CheckpointReader) -> int:
+    shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
+    return sum(math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items())
 
 
 _MISSING = object()
@@ -222,7 +229,7 @@ def _order(name: str) -> list[tuple[int, str]]:
       >>> sorted(["v/10", "v/2", "v/\u00b2", "v/" + "9" * 5000], key=_order)[2:]
       ['v/2', 'v/10']
     """
-    return [(int(part) if part.isdecimal() and len(part) <= _MOST_DIGITS else -1, part) for part in name.split("/")]
+    return [(int(part) if arguments.is_number(part) else -1, part) for part in name.split("/")]
 
 
 def _about(value: PyTree) -> str:
@@ -238,6 +245,13 @@ def _short(value: PyTree) -> str:
     except TypeError:
         shown = repr(value)
     return shown if len(shown) <= _WIDTH else f"{shown[: _WIDTH - 3]}..."
+
+
+def _time(seconds: float) -> str:
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+    except (OSError, OverflowError, ValueError):  # Whoever owns a file may give it any year.
+        return "unknown"
 
 
 def _size(count: float) -> str:

@@ -4,9 +4,14 @@
 import difflib
 import json
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from phalanx.errors import InvalidArgumentError, MissingDependencyError, PhalanxError
+from phalanx.errors.printable import printable
+
+_STACK_BYTES = 512_000_000
 
 
 def main(settings: str) -> int:
@@ -45,7 +50,7 @@ def _run(path: Path, output: str | None, in_place: bool, check: bool) -> int:
             source = file.read_bytes()
             migration = (migrate_notebook if file.suffix == ".ipynb" else migrate)(source, str(file), the_table())
             codes.append(migration.report.exit_code)
-            print(*migration.report.lines(), sep="\n", file=sys.stderr)
+            print(*map(printable, migration.report.lines()), sep="\n", file=sys.stderr)
             if check:
                 continue
             if in_place or output is not None:
@@ -56,7 +61,7 @@ def _run(path: Path, output: str | None, in_place: bool, check: bool) -> int:
             else:
                 _print_diff(source, migration.source, file)
         except OSError as e:
-            print(f"{e.filename}: {e.strerror}", file=sys.stderr)
+            print(printable(f"{e.filename}: {e.strerror}"), file=sys.stderr)
             codes.append(2)
     return max(codes)
 
@@ -87,8 +92,20 @@ def _target(file: Path, root: Path, output: Path) -> Path:
 
 def _print_diff(before: bytes, after: bytes, file: Path) -> None:
     old, new = (text.decode(errors="replace").splitlines(keepends=True) for text in (before, after))
-    sys.stdout.writelines(difflib.unified_diff(old, new, str(file), str(file)))
+    lines = difflib.unified_diff(old, new, str(file), str(file))
+    # A pipe gets the diff as it is, for `patch`.
+    sys.stdout.writelines(map(printable, lines) if sys.stdout.isatty() else lines)
+
+
+def _run_with_a_large_stack(settings: str) -> int:
+    """Python's parser accepts expressions of thousands of levels; for libcst's, these need more than the stack of the first thread."""
+    threading.stack_size(_STACK_BYTES)
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(main, settings).result()
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1]))
+    for stream in (sys.stdout, sys.stderr):
+        # Names of files need not be text, and a terminal need not have all characters.
+        stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+    sys.exit(_run_with_a_large_stack(sys.argv[1]))

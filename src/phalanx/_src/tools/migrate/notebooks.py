@@ -2,10 +2,12 @@
 """Notebooks: their code cells are migrated together, because names of one cell are used in others."""
 
 import ast
+import itertools
 import json
 import re
 import textwrap
 import warnings
+from collections.abc import Sequence
 from typing import final
 
 from phalanx._src.tools.migrate.program import Migration, migrate
@@ -13,10 +15,6 @@ from phalanx._src.tools.migrate.report import UNREADABLE, Finding, Report
 from phalanx._src.tools.migrate.table import NameTable
 from phalanx.typing import PyTree
 
-_CELL = "__phalanx_cell__"
-_MAGIC = "__phalanx_magic__"
-_OF_CELL = re.compile(rf"^{_CELL}\((\d+)\)\n", re.MULTILINE)
-_OF_MAGIC = re.compile(rf"{_MAGIC}\((\d+)\)(?:; )?")
 _LINE = re.compile(r"^(?:.*\\\n)*.*$", re.MULTILINE)
 """A line with those that continue it."""
 _IS_MAGIC = re.compile(r"^([ \t]*)((?:\w+\s*=\s*)?(?:%%?[A-Za-z]|!).*|\?.*|.*\w\?)$", re.DOTALL)
@@ -28,16 +26,21 @@ def _is_python(source: str) -> bool:
     try:
         with warnings.catch_warnings(action="ignore"):
             ast.parse(source)
-    except (SyntaxError, ValueError):
+    except (MemoryError, RecursionError, SyntaxError, ValueError):
         return False
     return True
 
 
 @final
 class _Magics:
-    """The lines of a notebook that are not Python. Calls stand for them."""
+    """The lines of a notebook that are not Python. Calls stand for them.
 
-    def __init__(self) -> None:
+    Args:
+      name: that of the function that is called. Nothing in the notebook has it.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
         self._lines: list[str] = []
 
     def hidden(self, source: str) -> str:
@@ -59,11 +62,11 @@ class _Magics:
 
     def _call(self, text: str) -> str:
         self._lines.append(text)
-        return f"{_MAGIC}({len(self._lines) - 1})"
+        return f"{self._name}({len(self._lines) - 1})"
 
     def shown(self, source: str) -> str:
         """Returns the source with the lines that were hidden."""
-        return _OF_MAGIC.sub(lambda match: self._lines[int(match[1])], source)
+        return re.sub(rf"{self._name}\((\d+)\)(?:; )?", lambda match: self._lines[int(match[1])], source)
 
 
 def migrate_notebook(source: bytes, path: str, table: NameTable) -> Migration:
@@ -78,17 +81,18 @@ def migrate_notebook(source: bytes, path: str, table: NameTable) -> Migration:
         notebook = json.loads(source)
         cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
         sources = ["".join(cell["source"]) for cell in cells]
-    except ValueError as e:
+    except (RecursionError, ValueError) as e:
         return Migration(source, Report(path, [Finding(1, UNREADABLE, f"this is not a notebook: {e}")]))
     except (KeyError, TypeError):
         return Migration(source, Report(path, [Finding(1, UNREADABLE, "this is JSON, but not a notebook of cells")]))
-    magics = _Magics()
-    program = "".join(f"{_CELL}({i})\n{magics.hidden(text)}\n" for i, text in enumerate(sources))
-    migration = migrate(program.encode(), path, table)
-    report = _by_cell(migration.report, program)
-    if migration.source == program.encode():
+    begin, magic = _new_names(sources)
+    magics = _Magics(magic)
+    program = "".join(f"{begin}({i})\n{magics.hidden(text)}\n" for i, text in enumerate(sources))
+    migration = migrate(program.encode(errors="surrogatepass"), path, table)
+    report = _by_cell(migration.report, program, begin)
+    if migration.source == program.encode(errors="surrogatepass"):
         return Migration(source, report)
-    parts = _OF_CELL.split(migration.source.decode())
+    parts = re.split(rf"^{begin}\((\d+)\)\n", migration.source.decode(), flags=re.MULTILINE)
     # New imports stand in the first cell that imports TensorFlow, so nothing stands before the first cell.
     for number, text in zip(parts[1::2], parts[2::2], strict=True):
         before = textwrap.dedent(sources[int(number)])
@@ -97,9 +101,16 @@ def migrate_notebook(source: bytes, path: str, table: NameTable) -> Migration:
     return Migration((json.dumps(notebook, indent=_indent(source), ensure_ascii=False) + end).encode(), report)
 
 
-def _by_cell(report: Report, program: str) -> Report:
+def _new_names(sources: Sequence[str]) -> tuple[str, str]:
+    """Returns names of two functions, which are in none of the sources: what begins a cell, and what stands for a magic."""
+    text = "".join(sources)
+    number = next(i for i in itertools.count() if f"__phalanx_{i}_" not in text)
+    return f"__phalanx_{number}_cell__", f"__phalanx_{number}_magic__"
+
+
+def _by_cell(report: Report, program: str, begin: str) -> Report:
     """Returns a report whose lines are those in a cell."""
-    starts = [i for i, line in enumerate(program.split("\n"), 1) if line.startswith(f"{_CELL}(")]
+    starts = [i for i, line in enumerate(program.split("\n"), 1) if line.startswith(f"{begin}(")]
     findings = []
     for finding in report.findings:
         cell = sum(start <= finding.line for start in starts)

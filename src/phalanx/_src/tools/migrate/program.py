@@ -22,6 +22,8 @@ from phalanx._src.tools.migrate.table import NameTable
 from phalanx._src.tools.migrate.transformer import Layout, Transformer
 from phalanx._src.tools.migrate.walk import parents_of, walk
 
+_TOO_DEEP = "its expressions are too deep. Write the longest one in several statements."
+
 
 @final
 @dataclass(frozen=True)
@@ -48,19 +50,27 @@ def migrate(source: bytes, path: str, table: NameTable) -> Migration:
     report = Report(path)
     if b"tensorflow" not in source:
         return Migration(source, report)
+    # First by Python, which explains errors better, and refuses what is so deep that libcst's parser would overflow the stack.
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            compile(source, "program", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
+    except SyntaxError as e:
+        return _unreadable(source, path, e.lineno or 1, f"this is not Python 3: {e.msg}")
+    except ValueError as e:  # A null byte, and an encoding that does not fit.
+        return _unreadable(source, path, 1, f"this is not Python 3: {e}")
+    except (MemoryError, RecursionError):
+        return _unreadable(source, path, 1, _TOO_DEEP)
     try:
         module = cst.parse_module(source)
-    except (cst.ParserSyntaxError, UnicodeDecodeError, SyntaxError, ValueError) as e:
-        report.add(*_why_unreadable(source, e))
-        return Migration(source, report)
+    except (cst.ParserSyntaxError, ValueError) as e:
+        line = e.raw_line if isinstance(e, cst.ParserSyntaxError) else 1
+        return _unreadable(source, path, line, f"libcst cannot read this: {str(e).splitlines()[0]}")
     wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
     try:
         with _no_collection():
             migrated = _migrated(wrapper, table, report)
     except RecursionError:
-        unread = Report(path)
-        unread.add(1, UNREADABLE, "its expressions are too deep. Write the longest one in several statements.")
-        return Migration(source, unread)
+        return _unreadable(source, path, 1, _TOO_DEEP)
     except RefusedError as e:
         positions = wrapper.resolve(PositionProvider)
         refused = Report(path)
@@ -69,18 +79,10 @@ def migrate(source: bytes, path: str, table: NameTable) -> Migration:
     return Migration(migrated.bytes, report)
 
 
-def _why_unreadable(source: bytes, error: Exception) -> tuple[int, str, str]:
-    """Returns the line, the kind and the text of a finding. Python explains errors better than libcst."""
-    try:
-        with warnings.catch_warnings(action="ignore"):
-            compile(source, "program", "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
-    except SyntaxError as e:
-        return e.lineno or 1, UNREADABLE, f"this is not Python 3: {e.msg}"
-    except ValueError as e:  # A null byte, and an encoding that does not fit.
-        return 1, UNREADABLE, f"this is not Python 3: {e}"
-    # Python can read it, so it is newer than libcst.
-    line = error.raw_line if isinstance(error, cst.ParserSyntaxError) else 1
-    return line, UNREADABLE, f"libcst cannot read this: {str(error).splitlines()[0]}"
+def _unreadable(source: bytes, path: str, line: int, why: str) -> Migration:
+    report = Report(path)
+    report.add(line, UNREADABLE, why)
+    return Migration(source, report)
 
 
 @contextlib.contextmanager
