@@ -77,6 +77,7 @@ def test_the_remedy_for_a_refused_write(strategy):
     assert float(variable.value) == 1
 
 
+@pytest.mark.filterwarnings("ignore:the operations of a step that is executed eagerly")
 def test_metrics_of_flattened_rows(strategy):
     """In a step that is not compiled, the mask of a short batch does not fit them, and padding is not counted silently."""
     with strategy.scope():

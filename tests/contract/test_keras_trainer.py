@@ -80,6 +80,7 @@ COVER = [
 
 @pytest.mark.cover(["make", "act", "k"], [LOOPS[name] for name in COVER])
 @pytest.mark.parametrize(("make", "act", "k"), LOOPS.values(), ids=LOOPS)
+@pytest.mark.filterwarnings("ignore:the operations of a step that is executed eagerly")
 def test_loops_equal_those_of_keras(strategy, make, act, k):
     """The numbers are those of single steps, with a short group or with one group alone."""
     agree(strategy, make, act, k=k)

@@ -145,6 +145,7 @@ def test_frozen_layer_stays_until_thawed(model):
 
 
 @pytest.mark.exhaustive("test_keras_trainer.py: test_loops_equal_those_of_keras")
+@pytest.mark.filterwarnings("ignore:the operations of a step that is executed eagerly")
 @pytest.mark.parametrize("how", [{"jit_compile": False}, {"run_eagerly": True}], ids=["not_compiled", "eager"])
 def test_training_without_compilation(strategy, how):
     """For debugging, the same numbers. One short batch, for it is slow."""

@@ -140,6 +140,7 @@ def test_losses_that_do_not_belong_to_rows():
     np.testing.assert_allclose(loss, (21 + 2) / 9, rtol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:the operations of a step that is executed eagerly")
 def test_loss_with_other_rows_than_the_batch(strategy):
     """The mask does not fit, where a step that is not compiled has padding."""
     (batch,) = strategy.experimental_distribute_dataset([np.ones((3, 4), "float32")])

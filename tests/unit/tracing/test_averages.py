@@ -7,6 +7,7 @@ import pytest
 
 import phalanx
 from phalanx._src.tracing.averages import moments
+from phalanx.errors import SlipWarning
 
 
 @pytest.fixture(params=[2, 3])
@@ -158,7 +159,9 @@ def test_padding_counts_for_nothing_where_it_remains():
         return phalanx.nn.compute_average_loss(x), x, phalanx.get_replica_context().example_mask
 
     batch, eager = batch_of(strategy, 1.0, 2.0, 6.0), phalanx.RunOptions(eager=True)
-    loss, rows, mask = strategy.run(step, args=(batch,), options=eager)
+    with pytest.warns(SlipWarning, match=r"executed eagerly .* padded rows too.*\nHINT: run_eagerly=False") as caught:
+        loss, rows, mask = strategy.run(step, args=(batch,), options=eager)
+    assert len(caught) == 1
     assert float(strategy.reduce("SUM", loss, axis=None)) == 3
     assert [x.tolist() for x in rows.values] == [[1, 2], [6]]
     assert mask.data.tolist() == [[True, True], [True, False]]

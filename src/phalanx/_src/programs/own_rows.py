@@ -285,16 +285,11 @@ def _traced(discovery: Discovery, inputs: Inputs) -> StagedTrace:
     return StagedTrace(flat, leaves)
 
 
-def warn_of_padding(what: object) -> None:
-    """Warns of a step whose traces for fewer rows do not exchange the same.
-
-    Args:
-      what: the first operation that differs.
-    """
+def warn_of_padding(cause: str, hint: str) -> None:
+    """Warns of a step that computes padded rows too."""
     warn_of_slip(
-        f"replicas with different numbers of rows exchange different arrays in a step: {what}. So this step computes padded rows too, "
-        "and only Keras losses and metrics exclude them.",
-        "the same collective operations for any number of rows, outside of loops and branches; or drop_remainder=True",
+        f"{cause}. So this step computes padded rows too, and only Keras losses and metrics exclude them.",
+        f"{hint}; or drop_remainder=True",
     )
 
 

@@ -208,13 +208,20 @@ class _Run:
         if refused := equality.differing([each.jaxpr for _, each in of_replicas if each.equal]):
             # A number of rows, for example.
             self._trace_replica(of_replicas[0][0].shapes(sharded), whole, gathered, refused)
-        try:
-            plan = None if is_eager else self._plan(traces, sharded, whole)
-        except IndivisibleError as e:
-            own_rows.warn_of_padding(e)
-            plan = None
-        if plan is not None:
-            return dataclasses.replace(traces[0], sizes=sizes(traces), plan=plan)
+        if is_eager:
+            own_rows.warn_of_padding(
+                "the operations of a step that is executed eagerly have equal shapes on all replicas",
+                "run_eagerly=False, or RunOptions(eager=False)",
+            )
+        else:
+            try:
+                plan = self._plan(traces, sharded, whole)
+                return dataclasses.replace(traces[0], sizes=sizes(traces), plan=plan)
+            except IndivisibleError as e:
+                own_rows.warn_of_padding(
+                    f"replicas with different numbers of rows exchange different arrays in a step: {e}",
+                    "the same collective operations for any number of rows, outside of loops and branches",
+                )
         # With a mask, the function may return something else.
         masked = own_rows.Gathered(self._call.shares, self._call.is_empty, is_padded=True)
         return dataclasses.replace(self._trace_replica(sharded, whole), sizes=sizes(traces_of(masked)))
