@@ -94,6 +94,8 @@ def compute_average_loss(
 def _size_of(loss: jax.Array, replica: context.ReplicaContext | None) -> int:
     """Returns the number of losses of all replicas."""
     total = None if replica is None else replica.num_examples
+    if context.current().whole:
+        return loss.shape[0]
     if replica is None or replica.rows is None or total is None:
         return loss.shape[0] * (1 if replica is None else replica.num_replicas_in_sync)
     # A step may join rows, such as real and generated ones, so that there are several losses per row.
@@ -144,7 +146,7 @@ def scale_regularization_loss(regularization_loss: PyTree) -> jax.Array:
 def _own_part() -> jax.Array | int:
     """Returns the divisor of a loss: in a `train_step`, the weight by which the loss of this replica is multiplied."""
     mode = context.current()
-    if not mode.averaging or mode.replica is None:
+    if not mode.averaging or mode.whole or mode.replica is None:
         return 1
     weight = jnp.asarray(mode.replica.weight)
     return jnp.where(weight == 0, 1, weight)

@@ -1,6 +1,7 @@
 """Every loss and metric of Keras, and ones that users write, on replicas with different numbers of rows: that of all rows."""
 
 import contextlib
+import functools
 import inspect
 
 import jax
@@ -113,10 +114,51 @@ class Counting(keras.metrics.Metric):
         return self.squares / self.rows
 
 
+class Updated(keras.metrics.Metric):
+    """A state after each batch, which need not be a sum over rows.
+
+    Args:
+      after: returns the new state, given the one before, labels and outputs.
+      first: the state before the first batch.
+      shape: that of the state.
+    """
+
+    def __init__(self, after, first=0.0, shape=()):
+        super().__init__(name="updated")
+        self.after, self.first = after, first
+        self.state = self.add_weight(shape=shape, initializer=keras.initializers.Constant(first), name="state")
+
+    def update_state(self, y, p, sample_weight=None):
+        self.state.assign(self.after(self.state, y, p))
+
+    def result(self):
+        return keras.ops.max(self.state)
+
+    def reset_state(self):
+        self.state.assign(keras.ops.full(self.state.shape, self.first))
+
+
+def counted(state, y, p):
+    """How often each number of ones occurs, by an operation that is not known to keep rows apart."""
+    ones = keras.ops.cast(keras.ops.sum(y, axis=1), "int32")
+    return state + keras.ops.segment_sum(keras.ops.ones_like(p[:, 0]), ones, num_segments=CLASSES + 1)
+
+
+UPDATES = {
+    "largest": (lambda state, y, p: keras.ops.maximum(state, keras.ops.max(keras.ops.abs(y - p))),),
+    "smallest": (lambda state, y, p: keras.ops.minimum(state, keras.ops.min(p)), 1e30),
+    "calls": (lambda state, y, p: state + 1, 5.0),
+    "sum of ratios": (lambda state, y, p: state + keras.ops.sum(y * p) / keras.ops.sum(p),),
+    "moving average": (lambda state, y, p: 0.9 * state + 0.1 * keras.ops.mean(keras.ops.square(y - p)),),
+    "last batch": (lambda state, y, p: keras.ops.sum(y * p),),
+    "square of a sum": (lambda state, y, p: keras.ops.square(keras.ops.sqrt(state) + keras.ops.sum(p)),),
+    "histogram": (counted, 0.0, (CLASSES + 1,)),
+}
 METRICS = every(keras.metrics, keras.metrics.Metric, keras.metrics.Metric) | {
     "counting": (Counting, {}),
     "sum of the batch": (lambda: keras.metrics.MeanMetricWrapper(lambda y, p: keras.ops.sum(y * p)), {}),
     "dice of the batch": (lambda: keras.metrics.MeanMetricWrapper(dice), {}),
+    **{name: (functools.partial(Updated, *arguments), {}) for name, arguments in UPDATES.items()},
 }
 
 
@@ -214,4 +256,46 @@ def test_labels_that_no_sample_has(count):
         ).history
         few = model.evaluate(x, np.array([-100, -100, -100, -100, 0, 1, 2, 1]), batch_size=8, verbose=0)
         results.append([*history["loss"], *history["share_of_labelled"], *few, *np.ravel(model.get_weights()[0])])
+    np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-6)
+
+
+OWN_LOSSES = {
+    "sum": lambda x, y, each: keras.ops.sum(each) / 8,
+    "ratio": lambda x, y, each: keras.ops.sum(each) / keras.ops.sum(keras.ops.abs(x)),
+    "deviation": lambda x, y, each: keras.ops.std(each),
+    "mean": lambda x, y, each: keras.ops.mean(each),
+}
+
+
+class OwnLoss(keras.Model):
+    """Computes its loss itself: that of `compile`, a penalty, and one that may need all rows. It counts in a metric on the way."""
+
+    def __init__(self, loss):
+        super().__init__()
+        self.dense = keras.layers.Dense(1, kernel_regularizer="l2")
+        self.of_batch, self.total = loss, keras.metrics.Sum(name="total")
+
+    def call(self, x):
+        return self.dense(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        each = keras.ops.square(y - y_pred)[:, 0]
+        self.total.update_state(keras.ops.abs(y - y_pred))
+        return super().compute_loss(x, y, y_pred, sample_weight, training) + self.of_batch(x, y, each)
+
+
+@pytest.mark.parametrize("name", OWN_LOSSES)
+def test_losses_that_a_model_computes(name):
+    """In `fit` and `evaluate`, with a short last batch."""
+    x = np.random.default_rng(0).normal(size=(19, 3)).astype("float32")
+    y = np.sin(x[:, :1])
+    results = []
+    for scope in (phalanx.MirroredStrategy([f"cpu:{i}" for i in range(3)]).scope, contextlib.nullcontext):
+        keras.utils.set_random_seed(0)
+        with scope():
+            model = OwnLoss(OWN_LOSSES[name])
+            model.compile(keras.optimizers.SGD(0.1), "mae")
+        history = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+        scores = model.evaluate(x, y, batch_size=8, verbose=0, return_dict=True)
+        results.append([*np.ravel([*history.values()]), *scores.values(), *np.ravel(model.dense.kernel)])
     np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-6)

@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 
-from phalanx._src.compat.row_flow import CONSTANT, MEAN, ROWS, SUM, kind_of
+from phalanx._src.compat.row_flow import CONSTANT, MEAN, ROWS, SUM, adds_up, kind_of
 
 ops = keras.ops
 Y, P = jnp.zeros((6, 3)), jnp.ones((6, 3)) / 3
@@ -154,3 +154,32 @@ def test_constants_and_sums():
     assert kind_of(lambda y, p: ops.ones(()), Y, P) == CONSTANT
     assert kind_of(lambda y, p: ops.zeros_like(y), Y, P) == CONSTANT
     assert kind_of(lambda y, p: ops.sum(y * p), Y, P) == SUM
+
+
+STATE = [jnp.zeros(()), jnp.zeros((3,), "int32")]
+ADDED = {
+    "sums": lambda s, y, p: [s[0] + ops.sum(y * p), s[1] + ops.sum(ops.cast(y > p, "int32"), axis=0)],
+    "numbers of rows": lambda s, y, p: [s[0] + y.shape[0], s[1] + 2 * y.shape[0]],
+    "decayed": lambda s, y, p: [0.5 * s[0] + ops.sum(p), s[1]],
+    "the last sum": lambda s, y, p: [ops.sum(p), s[1]],
+}
+NOT_ADDED = {
+    "calls": lambda s, y, p: [s[0] + 1, s[1]],
+    "largest": lambda s, y, p: [ops.maximum(s[0], ops.max(p)), s[1]],
+    "means": lambda s, y, p: [s[0] + ops.mean(p), s[1]],
+    "ratios": lambda s, y, p: [s[0] + ops.sum(p) / ops.sum(y), s[1]],
+    "a constant": lambda s, y, p: [ops.ones(()), s[1]],
+    "one of two": lambda s, y, p: [s[0] + ops.sum(p), ops.maximum(s[1], 3)],
+    "products": lambda s, y, p: [s[0] * ops.sum(p), s[1]],
+    "values that are read": lambda s, y, p: [s[0] + float(y[0, 0]), s[1]],
+}
+
+
+@pytest.mark.parametrize("case", ADDED)
+def test_states_that_add_up(case):
+    assert adds_up(ADDED[case], STATE, Y, P)
+
+
+@pytest.mark.parametrize("case", NOT_ADDED)
+def test_states_that_do_not_add_up(case):
+    assert not adds_up(NOT_ADDED[case], STATE, Y, P)

@@ -99,12 +99,32 @@ def kind_of(fn: Callable[..., Any], *args: PyTree) -> Flow:
     return MEAN if kind == _SHIFTED_MEAN else kind
 
 
-def _traced(fn: Callable[..., Any], args: PyTree, rows: int) -> jex.ClosedJaxpr:
+def adds_up(update: Callable[..., Sequence[jax.Array]], state: Sequence[jax.Array], *args: PyTree) -> bool:
+    """Returns whether a function adds sums over rows to a state, so that the states of parts of a batch may be added up.
+
+    Args:
+      update: returns the new state, given the state and the arguments.
+      state: arrays.
+      *args: pytrees of arrays (rows, ...).
+    """
+    try:
+        few, many = (_traced(update, args, rows, state) for rows in (_FEW, _MANY))
+        rows = [ROWS if v.aval.shape else CONSTANT for v in few.jaxpr.invars[len(state) :]]
+        # What is linear in the state and in sums over rows may be computed from parts.
+        return all(kind == SUM for kind in _followed(few, many, [SUM] * len(state) + rows))
+    except Exception:  # See `kind_of`.
+        return False
+
+
+def _traced(
+    fn: Callable[..., Any], args: PyTree, rows: int, state: Sequence[jax.Array] | None = None
+) -> jex.ClosedJaxpr:
     def sized(x: ArrayLike) -> jax.ShapeDtypeStruct:
         return shape_dtype((rows, *jnp.shape(x)[1:]) if jnp.ndim(x) else (), jnp.result_type(x))
 
+    first = () if state is None else ([shape_dtype(x.shape, x.dtype) for x in state],)
     with keras.StatelessScope():
-        return jax.make_jaxpr(fn)(*jax.tree.map(sized, args))
+        return jax.make_jaxpr(fn)(*first, *jax.tree.map(sized, args))
 
 
 def _followed(few: jex.ClosedJaxpr, many: jex.ClosedJaxpr, inputs: _Flows) -> _Flows:
@@ -278,7 +298,8 @@ def _of_sums(eqn: jex.JaxprEqn, operands: _Flows, *, is_spread: bool) -> Flow:
         growth = _product(name, operands)
         return _MIXED if is_shifted and growth != 1.0 else Flow("sum", growth, is_shifted)
     if name in ("add", "add_any", "sub") and first.growth == operands[1].growth:
-        is_shifted = not all(are_sums) or any(kind.is_shifted for kind in operands)
+        # A number of rows is a sum over them too.
+        is_shifted = any(kind.is_shifted or (kind.name == "constant" and kind.growth == 1.0) for kind in operands)
         return _MIXED if is_shifted and first.growth != 1.0 else Flow("sum", first.growth, is_shifted)
     return _MIXED
 

@@ -6,9 +6,10 @@ divides by, and functions that need the whole batch. In a step that is not compi
 here too.
 """
 
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -21,12 +22,14 @@ from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, Metric
 
 from phalanx._src.compat.batch_functions import needs_all_rows, shape_of
 from phalanx._src.compat.hooks import extend
-from phalanx._src.compat.scope import surrounding_scope
+from phalanx._src.compat.row_flow import adds_up
+from phalanx._src.compat.scope import AbstractLiftScope, surrounding_scope
 from phalanx._src.mesh.arrays import over_rows
 from phalanx._src.mesh.values import AS_ARRAY
 from phalanx.errors import ContextError, InputError, warn_of_slip
 from phalanx.typing import PyTree
 
+_PLAIN = "phalanx_plain_metrics"
 _Moments = tuple[jax.Array, jax.Array]
 _R = TypeVar("_R")
 
@@ -50,16 +53,59 @@ def _function_of(metric: keras.metrics.MeanMetricWrapper) -> Callable[..., Any]:
     return functools.partial(metric._fn, **metric._fn_kwargs)
 
 
-def _ones_of(metric: keras.metrics.MeanMetricWrapper, y_true: PyTree, y_pred: PyTree) -> jax.Array:
-    """Returns a weight of 1 for each value of a metric's function. Of one weight for all of them, Keras would count one value."""
-    return jnp.ones(shape_of(_function_of(metric), y_true, y_pred)[:1])
-
-
-def _needs_all_rows(metric: keras.metrics.Metric, arguments: dict[str, Any]) -> bool:
-    """Whether a metric is a function that needs the rows of all replicas."""
-    if not _is_of_function(metric, arguments):
+def _needs_all_rows(
+    update: Callable[..., object], metric: keras.metrics.Metric, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+) -> bool:
+    """Whether the states that a metric has for the parts of a batch do not add up to that for the whole batch."""
+    leaves = jax.tree.leaves((args, kwargs))
+    if not leaves or not all(map(jnp.ndim, leaves)):
         return False
-    return needs_all_rows(_function_of(metric), arguments["y_true"], arguments["y_pred"], source=metric._fn)
+    arguments = inspect.signature(update).bind(metric, *args, **kwargs).arguments
+    if _is_of_function(metric, arguments):
+        return needs_all_rows(_function_of(metric), arguments["y_true"], arguments["y_pred"], source=metric._fn)
+    variables = metric.variables
+    if type(metric).__module__.startswith("keras.") or not variables or any(v.aggregation != "sum" for v in variables):
+        return False
+    state_after = functools.partial(_state_after, update, metric)
+    return not adds_up(state_after, [v.value for v in variables], args, kwargs)
+
+
+def _state_after(
+    update: Callable[..., object],
+    metric: keras.metrics.Metric,
+    state: Sequence[jax.Array],
+    args: Sequence[PyTree],
+    kwargs: dict[str, PyTree],
+) -> list[jax.Array]:
+    """Returns the values of a metric's variables after an update, and assigns nothing."""
+    with _as_keras_does(), keras.StatelessScope(list(zip(metric.variables, state, strict=True))) as scope:
+        update(metric, *args, **kwargs)
+        return [scope.get_current_value(v) for v in metric.variables]
+
+
+def _update_with_all_rows(
+    update: Callable[..., object],
+    metric: keras.metrics.Metric,
+    scope: AbstractLiftScope,
+    args: Sequence[PyTree],
+    kwargs: dict[str, PyTree],
+) -> None:
+    """Updates a metric with the rows of all replicas, on each of them, from the state that it has on all together."""
+    variables = metric.variables
+    state = [scope.total(v.value) if v.aggregation == "sum" else v.value for v in variables]
+    for variable, value in zip(variables, _state_after(update, metric, state, args, kwargs), strict=True):
+        variable.assign(scope.part_of(value) if variable.aggregation == "sum" else value)
+
+
+@contextlib.contextmanager
+def _as_keras_does() -> Iterator[None]:
+    """Metrics that a metric updates inside `update_state` get its arguments, and are updated as they are."""
+    before = global_state.get_global_attribute(_PLAIN)
+    global_state.set_global_attribute(_PLAIN, True)
+    try:
+        yield
+    finally:
+        global_state.set_global_attribute(_PLAIN, before)
 
 
 def _warn_of_padding(what: str) -> None:
@@ -72,7 +118,9 @@ def _warn_of_padding(what: str) -> None:
 _CONTAINERS = (CompileMetrics, MetricsList)
 
 
-def _update_state(original: Callable[..., _R], self: keras.metrics.Metric, *args: PyTree, **kwargs: PyTree) -> _R:
+def _update_state(
+    original: Callable[..., object], self: keras.metrics.Metric, *args: PyTree, **kwargs: PyTree
+) -> object:
     """Updates a metric with the real rows of a batch.
 
     Raises:
@@ -91,24 +139,29 @@ def _update_state(original: Callable[..., _R], self: keras.metrics.Metric, *args
 
 
 def _update_with_real_rows(
-    original: Callable[..., _R], self: keras.metrics.Metric, *args: PyTree, **kwargs: PyTree
-) -> _R:
+    original: Callable[..., object], self: keras.metrics.Metric, *args: PyTree, **kwargs: PyTree
+) -> object:
     """Gives the padded rows of a batch the sample weight 0."""
-    scope, weighed = surrounding_scope(), global_state.get_global_attribute("phalanx_weighed")
+    scope, is_plain = surrounding_scope(), global_state.get_global_attribute(_PLAIN)
     # The containers of compiled metrics only forward to metrics, which are wrapped too.
-    if scope is None or weighed or isinstance(self, _CONTAINERS):
+    if scope is None or is_plain or isinstance(self, _CONTAINERS):
         return original(self, *args, **kwargs)
+    if scope.has_all_rows:
+        _update_with_all_rows(original, self, scope, args, kwargs)
+        return None
+    mask = scope.example_mask()
+    if scope.has_share and mask is None:
+        with scope.whole_batch(()):
+            is_of_all = _needs_all_rows(original, self, args, kwargs)
+        if is_of_all:
+            with scope.whole_batch((args, kwargs)) as whole:
+                _update_with_all_rows(original, self, scope, *whole)
+            return None
     call = inspect.signature(original)
     if "sample_weight" not in call.parameters:
         return original(self, *args, **kwargs)
-    mask = scope.example_mask()
     rows = {jnp.shape(x)[:1] for x in keras.tree.flatten(args) if x is not None}
     arguments = call.bind(self, *args, **kwargs).arguments
-    if scope.has_share and mask is None and _needs_all_rows(self, arguments):
-        names = ("y_true", "y_pred", "sample_weight")
-        with scope.whole_batch([arguments.get(name) for name in names]) as (y_true, y_pred, weight):
-            weights = _ones_of(self, y_true, y_pred) if weight is None else weight
-            return original(self, y_true, y_pred, sample_weight=weights * scope.weight_of_mean(None))
     if rows != {()} and _is_number(self, arguments):
         rows = {()}
         if mask is not None:
@@ -142,12 +195,8 @@ def _update_with_real_rows(
     dtype = keras.backend.standardize_dtype(self.dtype)
     weight = jnp.ones((), dtype) if weight is None else jnp.asarray(weight)
     arguments["sample_weight"] = jnp.where(mask.reshape(mask.shape + (1,) * max(0, weight.ndim - 1)), weight, 0)
-    # Metrics that this metric updates inside `update_state` receive these weights, and must not apply the mask again.
-    global_state.set_global_attribute("phalanx_weighed", True)
-    try:
+    with _as_keras_does():
         return original(**arguments)
-    finally:
-        global_state.set_global_attribute("phalanx_weighed", False)
 
 
 @extend(keras.losses.Loss, "__call__")

@@ -75,7 +75,12 @@ class AbstractLiftScope(keras.StatelessScope, ABC):
     @property
     @abstractmethod
     def has_share(self) -> bool:
-        """Whether this replica is averaging, and is one of several."""
+        """Whether this replica is averaging over rows that are a part of the batch."""
+
+    @property
+    @abstractmethod
+    def has_all_rows(self) -> bool:
+        """Whether this replica computes with the rows of all replicas, which `whole_batch` has returned."""
 
     @abstractmethod
     def whole_batch(self, tree: PyTree) -> AbstractContextManager[PyTree]:
@@ -84,6 +89,14 @@ class AbstractLiftScope(keras.StatelessScope, ABC):
         Args:
           tree: pytree of arrays of rows. The context manager returns it with the rows of all replicas.
         """
+
+    @abstractmethod
+    def total(self, value: jax.Array) -> jax.Array:
+        """Returns the sum over the replicas."""
+
+    @abstractmethod
+    def part_of(self, total: jax.Array) -> jax.Array:
+        """Returns the part of this replica in a sum over the replicas that is known."""
 
     @abstractmethod
     def across_replicas(self, variables: Sequence[Variable]) -> AbstractContextManager[None]:

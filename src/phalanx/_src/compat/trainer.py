@@ -35,10 +35,11 @@ from keras.src.trainers.trainer import Trainer as _Trainer
 from keras.src.utils.python_utils import is_default as _is_default
 from keras.src.utils.python_utils import pythonify_logs as _pythonify_logs
 
+from phalanx._src.compat.batch_functions import needs_all_rows
 from phalanx._src.compat.frozen import train_unfrozen
 from phalanx._src.compat.hooks import extend
 from phalanx._src.compat.optimizers import build_optimizer
-from phalanx._src.compat.scope import lift_scope
+from phalanx._src.compat.scope import lift_scope, surrounding_scope
 from phalanx.errors import InvalidArgumentError, MissingDependencyError, shown
 from phalanx.typing import PyTree
 
@@ -323,8 +324,21 @@ def compute_loss(
       InvalidArgumentError: there are no targets, but a loss compares with them.
     """
     _require_targets(model, y)
-    loss: jax.Array = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
-    return loss
+
+    def loss_of(x: PyTree, y: PyTree, y_pred: PyTree, sample_weight: PyTree) -> jax.Array:
+        loss: jax.Array = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
+        return loss
+
+    arguments, scope = (x, y, y_pred, sample_weight), surrounding_scope()
+    is_own = type(model).compute_loss is not keras.Model.compute_loss
+    if not is_own or scope is None or not scope.has_share or scope.example_mask() is not None:
+        return loss_of(*arguments)
+    with scope.whole_batch(()):
+        is_of_all = needs_all_rows(loss_of, *arguments, source=type(model))
+    if not is_of_all:
+        return loss_of(*arguments)
+    with scope.whole_batch(arguments) as whole:
+        return loss_of(*whole)
 
 
 def _require_targets(model: keras.Model, y: PyTree) -> None:

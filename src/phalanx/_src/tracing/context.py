@@ -289,6 +289,7 @@ class Mode:
       merging: whether this code runs in a merge function, so the replicas are already running.
       averaging: whether losses are means over the replica's own rows. Gradients are then weighted by the replica's share of
         the global batch.
+      whole: whether this replica computes with the rows of all replicas, so that nothing is a share.
     """
 
     strategy: AbstractStrategy
@@ -296,6 +297,7 @@ class Mode:
     was_set: bool = False
     merging: bool = False
     averaging: bool = False
+    whole: bool = False
 
 
 # A tuple, because a mutable stack in a context variable would be shared with contexts that were copied from this one.

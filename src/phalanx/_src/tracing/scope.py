@@ -257,8 +257,17 @@ class LiftScope(VariableScope):
     @contextmanager
     def whole_batch(self, tree: PyTree) -> Iterator[PyTree]:
         whole = context.require_replica().all_gather(tree, axis=0)
-        with context.enter(replace(context.current(), averaging=False)):
+        with context.enter(replace(context.current(), whole=True)):
             yield whole
+
+    @override
+    def total(self, value: jax.Array) -> jax.Array:
+        total: jax.Array = context.require_replica().all_reduce("SUM", value)
+        return total
+
+    @override
+    def part_of(self, total: jax.Array) -> jax.Array:
+        return jnp.where(context.require_replica().replica_id_in_sync_group == 0, total, jnp.zeros_like(total))
 
     @override
     @contextmanager
@@ -288,7 +297,13 @@ class LiftScope(VariableScope):
     @property
     @override
     def has_share(self) -> bool:
-        return self.is_averaging and num_replicas() > 1
+        return self.is_averaging and num_replicas() > 1 and not self.has_all_rows
+
+    @property
+    @override
+    def has_all_rows(self) -> bool:
+        self.note_read()
+        return context.current().whole
 
     @override
     def weight_of_mean(self, weight: jax.Array | None) -> jax.Array | float:
