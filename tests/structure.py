@@ -184,7 +184,7 @@ def all_lines(sources: Sources) -> list[str]:
 LIMITS: dict[Callable[[Sources], list[str]], tuple[int, int]] = {
     names_of_the_root: (20, 20),
     mutable_names: (19, 20),
-    classes_of_many_methods: (8, 6),
+    classes_of_many_methods: (7, 6),
     classes_of_many_fields: (0, 0),
     class_names_used_twice: (0, 0),
     pronouns: (1, 40),
@@ -192,7 +192,7 @@ LIMITS: dict[Callable[[Sources], list[str]], tuple[int, int]] = {
     clone_pairs: (1, 20),
     lines_with_any: (298, 300),
     missing_comments: (590, 0),
-    all_lines: (71_360, 55_500),
+    all_lines: (71_530, 55_500),
 }
 """For each count, the limit of today and the goal."""
 

@@ -101,7 +101,7 @@ def _check_variables_are_known(
       VariableError: the optimizer was built without one of them, and a step is traced or a strategy made the variable.
     """
     unknown, scope = _unknown(self, variables), lift_scope()
-    if unknown and scope is not None and scope.is_averaging:
+    if unknown and scope is not None and scope.share.is_averaging:
         _add(self, unknown, variables)
     elif unknown and (scope is not None or maker_of(unknown[0]) is not None):
         raise VariableError(

@@ -270,7 +270,7 @@ def _stateless_apply(
         scope.check_stateless_apply()
     # In a replica function, users who call a stateless method aggregate the gradients themselves. In a `train_step` of
     # `fit`, they expect that the trainer does it, because Keras's guide to custom steps on JAX calls this method.
-    if scope is None or not scope.is_averaging:
+    if scope is None or not scope.share.is_averaging:
         return original(self, optimizer_variables, grads, trainable_variables)
     grads = scope.aggregated(grads)
     with scope.updating():

@@ -72,7 +72,7 @@ def _call(
         return original(self, sequences, *args, **kwargs)
     state = keras.tree.flatten(self.states)[0]
     expected, rows = state.shape[0], sequences.shape[0]
-    if scope.example_mask() is not None or rows != expected:
+    if scope.share.example_mask() is not None or rows != expected:
         raise InputError(
             f"{type(self).__name__} {self.name!r} with stateful=True, built for {state.whole_shape[0]} rows, on a batch of which a replica "
             f"has {rows} rows",

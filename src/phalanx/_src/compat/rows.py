@@ -23,7 +23,7 @@ from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, Metric
 from phalanx._src.compat.batch_functions import needs_all_rows, shape_of
 from phalanx._src.compat.hooks import extend
 from phalanx._src.compat.row_flow import adds_up
-from phalanx._src.compat.scope import AbstractLiftScope, surrounding_scope
+from phalanx._src.compat.scope import AbstractBatchShare, surrounding_scope
 from phalanx._src.mesh.arrays import over_rows
 from phalanx._src.mesh.values import AS_ARRAY
 from phalanx.errors import ContextError, InputError, warn_of_slip
@@ -83,18 +83,28 @@ def _state_after(
         return [scope.get_current_value(v) for v in metric.variables]
 
 
-def _update_with_all_rows(
+def _is_updated_with_all_rows(
     update: Callable[..., object],
     metric: keras.metrics.Metric,
-    scope: AbstractLiftScope,
+    share: AbstractBatchShare,
     args: Sequence[PyTree],
     kwargs: dict[str, PyTree],
-) -> None:
-    """Updates a metric with the rows of all replicas, on each of them, from the state that it has on all together."""
-    variables = metric.variables
-    state = [scope.total(v.value) if v.aggregation == "sum" else v.value for v in variables]
-    for variable, value in zip(variables, _state_after(update, metric, state, args, kwargs), strict=True):
-        variable.assign(scope.part_of(value) if variable.aggregation == "sum" else value)
+) -> bool:
+    """Updates a metric with the rows of all replicas if it needs them, from the state that it has on all together. Returns whether it did."""
+    rows: PyTree = args, kwargs
+    if not share.is_whole:
+        if not share.is_part or share.example_mask() is not None:
+            return False
+        with share.whole_batch(()):
+            if not _needs_all_rows(update, metric, args, kwargs):
+                return False
+    with contextlib.nullcontext(rows) if share.is_whole else share.whole_batch(rows) as whole:
+        variables = metric.variables
+        state = [share.total(v.value) if v.aggregation == "sum" else v.value for v in variables]
+        after = _state_after(update, metric, state, *whole)
+    for variable, value in zip(variables, after, strict=True):
+        variable.assign(share.part_of(value) if variable.aggregation == "sum" else value)
+    return True
 
 
 @contextlib.contextmanager
@@ -146,17 +156,9 @@ def _update_with_real_rows(
     # The containers of compiled metrics only forward to metrics, which are wrapped too.
     if scope is None or is_plain or isinstance(self, _CONTAINERS):
         return original(self, *args, **kwargs)
-    if scope.has_all_rows:
-        _update_with_all_rows(original, self, scope, args, kwargs)
+    mask = scope.share.example_mask()
+    if _is_updated_with_all_rows(original, self, scope.share, args, kwargs):
         return None
-    mask = scope.example_mask()
-    if scope.has_share and mask is None:
-        with scope.whole_batch(()):
-            is_of_all = _needs_all_rows(original, self, args, kwargs)
-        if is_of_all:
-            with scope.whole_batch((args, kwargs)) as whole:
-                _update_with_all_rows(original, self, scope, *whole)
-            return None
     call = inspect.signature(original)
     if "sample_weight" not in call.parameters:
         return original(self, *args, **kwargs)
@@ -166,8 +168,8 @@ def _update_with_real_rows(
         rows = {()}
         if mask is not None:
             _warn_of_padding(f"The metric {self.name!r}")
-    if scope.has_share and rows == {()}:
-        arguments["sample_weight"] = scope.weight_of_mean(arguments.get("sample_weight"))
+    if scope.share.is_part and rows == {()}:
+        arguments["sample_weight"] = scope.share.weight_of_mean(arguments.get("sample_weight"))
         return original(**arguments)
     weight = arguments.get("sample_weight")
     is_one_value = (
@@ -175,7 +177,7 @@ def _update_with_real_rows(
     )
     if mask is None and is_one_value:
         # Keras reduces the only dim, and counts the batch of each replica as one value.
-        arguments["sample_weight"] = scope.weight_of_value()
+        arguments["sample_weight"] = scope.share.weight_of_value()
         return original(**arguments)
     if mask is None or rows == {()}:
         return original(self, *args, **kwargs)
@@ -191,7 +193,9 @@ def _update_with_real_rows(
         # Keras would reduce the only dim and count the batch as one value, to which no weights per row apply. Reshape the
         # arrays to columns, and give the rows weights that add up to the same count.
         arguments.update(zip(list(arguments)[1:], (jnp.asarray(x)[:, None] for x in args), strict=False))
-        weight = jnp.full(mask.shape, jnp.asarray(scope.weight_of_value(), "float32") / jnp.maximum(mask.sum(), 1))
+        weight = jnp.full(
+            mask.shape, jnp.asarray(scope.share.weight_of_value(), "float32") / jnp.maximum(mask.sum(), 1)
+        )
     dtype = keras.backend.standardize_dtype(self.dtype)
     weight = jnp.ones((), dtype) if weight is None else jnp.asarray(weight)
     arguments["sample_weight"] = jnp.where(mask.reshape(mask.shape + (1,) * max(0, weight.ndim - 1)), weight, 0)
@@ -215,16 +219,16 @@ def _loss(
     scope = surrounding_scope()
     if scope is None or isinstance(self, CompileLoss):
         return original(self, y_true, y_pred, sample_weight)
-    if not scope.is_averaging and self.reduction not in ("sum", "none", None):
-        scope.check_loss(self.name, self.reduction)
+    if not scope.share.is_averaging and self.reduction not in ("sum", "none", None):
+        scope.share.check_loss(self.name, self.reduction)
     source = self.fn if isinstance(self, LossFunctionWrapper) else type(self)
     if (
-        not scope.has_share
-        or scope.example_mask() is not None
+        not scope.share.is_part
+        or scope.share.example_mask() is not None
         or not needs_all_rows(self.call, y_true, y_pred, source=source)
     ):
         return original(self, y_true, y_pred, sample_weight)
-    with scope.whole_batch((y_true, y_pred, sample_weight)) as whole:
+    with scope.share.whole_batch((y_true, y_pred, sample_weight)) as whole:
         return original(self, *whole)
 
 
@@ -255,19 +259,19 @@ def _reduce_losses(  # noqa: PLR0917 (as in Keras)
     if scope is None or reduction in ("none", None) or not jnp.ndim(values):
         return original(values, sample_weight, mask, reduction, dtype)
     values = jnp.asarray(values)
-    rows = scope.example_mask()
+    rows = scope.share.example_mask()
     if rows is not None:
         _require_rows("a Keras loss", values, rows)
         real = jnp.broadcast_to(over_rows(rows, values), values.shape)
         mask = real if mask is None else real & over_rows(jnp.asarray(mask, bool), values)
     weight = sample_weight if reduction == "mean_with_sample_weight" else None
     # A mean over all rows of this replica is right as it is: its share of them is the weight that it gets later.
-    if not scope.has_share or (reduction != "sum" and mask is None and weight is None):
+    if not scope.share.is_part or (reduction != "sum" and mask is None and weight is None):
         return original(values, sample_weight, mask, reduction, dtype)
     total = original(values, sample_weight, mask, "sum", dtype)
     if reduction == "sum":
-        return scope.share_of_loss(total, None)
-    return scope.share_of_loss(total, original(jnp.ones_like(values), weight, mask, "sum", dtype))
+        return scope.share.share_of_loss(total, None)
+    return scope.share.share_of_loss(total, original(jnp.ones_like(values), weight, mask, "sum", dtype))
 
 
 def _require_rows(what: str, values: jax.Array, rows: jax.Array) -> None:
@@ -305,7 +309,7 @@ def _moments(
     scope = surrounding_scope()
     if scope is not None:
         scope.note_averages([self.moving_mean, self.moving_variance])
-    rows = None if scope is None else scope.example_mask()
+    rows = None if scope is None else scope.share.example_mask()
     if scope is None or (rows is None and not self.synchronized):
         return _moments_here(original, self, inputs, mask)
     if rows is None:
@@ -320,7 +324,7 @@ def _moments(
     counts = over_rows(jnp.repeat(rows, inputs.shape[0] // rows.shape[0]), inputs)
     if mask is not None:
         counts = counts & jnp.asarray(mask, bool)[..., None]
-    return scope.moments(
+    return scope.share.moments(
         inputs, jnp.broadcast_to(counts, inputs.shape), self._reduction_axes, everywhere=self.synchronized
     )
 
@@ -339,9 +343,9 @@ def _moments_here(
 def _result(original: Callable[..., _R], self: keras.metrics.Metric, *args: PyTree, **kwargs: PyTree) -> _R:
     """Returns a result over all replicas in the steps of Keras's trainer, as what a model computes from it must be that of one device."""
     scope = surrounding_scope()
-    if scope is None or not scope.has_share:
+    if scope is None or not scope.share.is_part:
         return original(self, *args, **kwargs)
-    with scope.across_replicas(self.variables):
+    with scope.share.across_replicas(self.variables):
         result: _R = keras.tree.map_structure(
             lambda x: x.value if isinstance(x, keras.Variable) else x, original(self, *args, **kwargs)
         )

@@ -60,6 +60,24 @@ class AbstractLiftScope(keras.StatelessScope, ABC):
           PhalanxError: it may not.
         """
 
+    @property
+    @abstractmethod
+    def share(self) -> "AbstractBatchShare":
+        """What the replica that is traced has of a batch."""
+
+    @property
+    @abstractmethod
+    def replicas_of_rows(self) -> int:
+        """The number of replicas that share the rows of a batch, if this code runs for one of them, and 1 otherwise."""
+
+    @abstractmethod
+    def updating(self) -> AbstractContextManager[None]:
+        """Enters update context, in which gradients are already aggregated and any assignment is allowed."""
+
+
+class AbstractBatchShare(ABC):
+    """What a replica has of a batch, and what it must know of the rows of the others. `phalanx._src.tracing` has the implementation."""
+
     @abstractmethod
     def example_mask(self) -> jax.Array | None:
         """Returns a bool array (per_replica_batch,), True for real rows, or None if the batch has no padding."""
@@ -74,12 +92,12 @@ class AbstractLiftScope(keras.StatelessScope, ABC):
 
     @property
     @abstractmethod
-    def has_share(self) -> bool:
+    def is_part(self) -> bool:
         """Whether this replica is averaging over rows that are a part of the batch."""
 
     @property
     @abstractmethod
-    def has_all_rows(self) -> bool:
+    def is_whole(self) -> bool:
         """Whether this replica computes with the rows of all replicas, which `whole_batch` has returned."""
 
     @abstractmethod
@@ -139,15 +157,6 @@ class AbstractLiftScope(keras.StatelessScope, ABC):
     @abstractmethod
     def weight_of_value(self) -> jax.Array | None:
         """Returns the weight of one value per replica, if all together count as much as there are replicas. None for 1."""
-
-    @property
-    @abstractmethod
-    def replicas_of_rows(self) -> int:
-        """The number of replicas that share the rows of a batch, if this code runs for one of them, and 1 otherwise."""
-
-    @abstractmethod
-    def updating(self) -> AbstractContextManager[None]:
-        """Enters update context, in which gradients are already aggregated and any assignment is allowed."""
 
 
 def active_scope() -> keras.StatelessScope | None:

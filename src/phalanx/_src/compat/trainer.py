@@ -331,13 +331,13 @@ def compute_loss(
 
     arguments, scope = (x, y, y_pred, sample_weight), surrounding_scope()
     is_own = type(model).compute_loss is not keras.Model.compute_loss
-    if not is_own or scope is None or not scope.has_share or scope.example_mask() is not None:
+    if not is_own or scope is None or not scope.share.is_part or scope.share.example_mask() is not None:
         return loss_of(*arguments)
-    with scope.whole_batch(()):
+    with scope.share.whole_batch(()):
         is_of_all = needs_all_rows(loss_of, *arguments, source=type(model))
     if not is_of_all:
         return loss_of(*arguments)
-    with scope.whole_batch(arguments) as whole:
+    with scope.share.whole_batch(arguments) as whole:
         return loss_of(*whole)
 
 

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The scope of a traced function: its variables, gradients, means over rows, batches and records."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,12 +16,11 @@ from phalanx._src.collectives.gradient_path import Aggregation
 from phalanx._src.collectives.local_updates import Applied, LocalUpdates, synchronizations
 from phalanx._src.compat import Variable
 from phalanx._src.mesh.layout import REPLICA_AXIS
-from phalanx._src.tracing import averages, context, draws
+from phalanx._src.tracing import context, draws
 from phalanx._src.tracing.access import VariableScope, num_replicas
-from phalanx._src.tracing.boundary import combine
+from phalanx._src.tracing.batch_share import BatchShare
 from phalanx._src.tracing.discovery import AbstractPass
 from phalanx._src.tracing.draws import AbstractIterator
-from phalanx._src.tracing.entry import Entry
 from phalanx._src.tracing.policy import describe, policy_of
 from phalanx._src.tracing.records import Record
 from phalanx._src.tracing.strategy import AbstractStrategy, Update, Updates
@@ -31,7 +28,6 @@ from phalanx._src.tracing.structure import add_once
 from phalanx._src.tracing.update_sharding import dims_of_update
 from phalanx.errors import InvalidArgumentError, NestedWriteError, VariableError
 from phalanx.errors.frames import user_place
-from phalanx.typing import PyTree
 
 
 class LiftScope(VariableScope):
@@ -248,81 +244,10 @@ class LiftScope(VariableScope):
         if mode.replica is not None and mode.strategy.local_updates is not None and not self._free_writes:
             raise _refuse_stateless_apply("local_updates")
 
-    @override
-    def example_mask(self) -> jax.Array | None:
-        replica = context.get_replica_context()
-        return None if replica is None else replica.example_mask
-
-    @override
-    @contextmanager
-    def whole_batch(self, tree: PyTree) -> Iterator[PyTree]:
-        whole = context.require_replica().all_gather(tree, axis=0)
-        with context.enter(replace(context.current(), whole=True)):
-            yield whole
-
-    @override
-    def total(self, value: jax.Array) -> jax.Array:
-        total: jax.Array = context.require_replica().all_reduce("SUM", value)
-        return total
-
-    @override
-    def part_of(self, total: jax.Array) -> jax.Array:
-        return jnp.where(context.require_replica().replica_id_in_sync_group == 0, total, jnp.zeros_like(total))
-
-    @override
-    @contextmanager
-    def across_replicas(self, variables: Sequence[Variable]) -> Iterator[None]:
-        scope = compat.active_scope()
-        # A plain scope of Keras, in a stateless step, has values that this one does not know.
-        values = [] if scope is self or scope is None else [scope.get_current_value(v) for v in variables]
-        with context.enter(context.Mode(context.get_strategy(), None, merging=True)):
-            if not values:
-                yield
-                return
-            totals = combine([Entry(v, x, x) for v, x in zip(variables, values, strict=True)], None)
-            with keras.StatelessScope(state_mapping=list(zip(variables, totals, strict=True))):
-                yield
-
-    @override
-    def share_of_loss(self, total: jax.Array, count: jax.Array | None) -> jax.Array:
-        return averages.share_of_loss(context.require_replica(), total, count)
-
     @property
     @override
-    def is_averaging(self) -> bool:
-        self.note_read()
-        mode = context.current()
-        return mode.averaging and mode.replica is not None
-
-    @property
-    @override
-    def has_share(self) -> bool:
-        return self.is_averaging and num_replicas() > 1 and not self.has_all_rows
-
-    @property
-    @override
-    def has_all_rows(self) -> bool:
-        self.note_read()
-        return context.current().whole
-
-    @override
-    def weight_of_mean(self, weight: jax.Array | None) -> jax.Array | float:
-        return averages.weight_of_mean(context.require_replica(), weight)
-
-    @override
-    def moments(
-        self, values: jax.Array, counts: jax.Array, axes: Sequence[int], *, everywhere: bool
-    ) -> tuple[Any, Any]:
-        return averages.moments(context.require_replica(), values, counts, axes, everywhere=everywhere)
-
-    @override
-    def check_loss(self, name: str, reduction: str) -> None:
-        averages.check_loss(name, reduction, replicas=num_replicas())
-
-    @override
-    def weight_of_value(self) -> jax.Array | None:
-        replica = context.require_replica()
-        return None if replica.rows is None else jnp.asarray(replica.weight) * replica.num_replicas_in_sync
+    def share(self) -> compat.AbstractBatchShare:
+        return BatchShare(self)
 
 
 def innermost() -> LiftScope | None:
