@@ -1,6 +1,7 @@
 """Numbered checkpoints in a folder."""
 
 import os
+import pathlib
 import time
 
 import keras
@@ -192,6 +193,52 @@ def test_lock_that_is_a_link(tmp_path, checkpoint):
     with pytest.raises(CheckpointError, match=r"the folder cannot be written to: .*\nHINT: use a folder"):
         CheckpointManager(checkpoint, folder, 1).save()
     assert victim.read_text() == "mine"
+
+
+def _link_to_nothing(folder):
+    (folder / "ckpt-0.safetensors").symlink_to("nothing")
+
+
+def _link_to_itself(folder):
+    (folder / "ckpt-0.safetensors").symlink_to("ckpt-0.safetensors")
+
+
+def _folders(folder):
+    (folder / "ckpt-0.safetensors").mkdir()
+    (folder / ".ckpt-0.safetensors.1.part").mkdir()
+
+
+@pytest.mark.parametrize("put", [_link_to_nothing, _link_to_itself, _folders])
+def test_links_and_folders_of_the_names_of_checkpoints(tmp_path, checkpoint, put):
+    """Other users of the folder cannot end a training with them."""
+    put(tmp_path)
+    manager = CheckpointManager(checkpoint, tmp_path, 1)
+    saved = [manager.save() for _ in range(3)]
+    assert manager.checkpoints[-1:] == saved[-1:]
+    assert saved[0] not in manager.checkpoints
+
+
+def test_lock_that_is_a_pipe(tmp_path, checkpoint):
+    """All processes of a group hear of it."""
+    os.mkfifo(tmp_path / ".phalanx-checkpoints.lock")
+    with pytest.raises(CheckpointError, match="it is a pipe or a device"):
+        CheckpointManager(checkpoint, tmp_path, 1).save()
+
+
+def test_file_of_another_user_in_a_folder_like_tmp(tmp_path, checkpoint, monkeypatch):
+    """It stays, and the training goes on."""
+    foreign, unlink = tmp_path / "ckpt-0.safetensors", pathlib.Path.unlink
+    foreign.write_text("")
+
+    def refused(path, **options):
+        if path == foreign:
+            raise PermissionError
+        unlink(path, **options)
+
+    monkeypatch.setattr(pathlib.Path, "unlink", refused)
+    manager = CheckpointManager(checkpoint, tmp_path, 1)
+    saved = [manager.save() for _ in range(3)]
+    assert manager.checkpoints == [str(tmp_path / "ckpt-0"), saved[-1]]
 
 
 def test_what_a_killed_program_left_is_removed(tmp_path, checkpoint):

@@ -55,6 +55,10 @@ def test_any_part_of_any_grid(drawn):
         pytest.param([[4], "float32", [[0, [[0, 5]]]]], id="outside"),
         pytest.param([[4], "float32", [[0, [[0, 4], [0, 1]]]]], id="other dims"),
         pytest.param([[4], "object", [[0, [[0, 4]]]]], id="objects"),
+        pytest.param([[4], "U1000000", [[0, [[0, 4]]]]], id="text"),
+        pytest.param([[4], "i4,(1000,1000)f8", [[0, [[0, 4]]]]], id="records"),
+        pytest.param([[4], "float32", [[0, [[0, 2]]], [1, [[0, 2]]]]], id="one piece twice"),
+        pytest.param([[2**32, 2**32], "float32", []], id="more than 64 bits"),
         pytest.param([[4], "float99", [[0, [[0, 4]]]]], id="no dtype"),
         pytest.param([[4], "float32"], id="short"),
         pytest.param([4, "float32", []], id="no shape"),
@@ -124,6 +128,37 @@ def test_only_pieces_are_deleted(saved):
     delete(saved)
     assert [each.name for each in folder.iterdir()] == ["mine.safetensors"]
     assert not saved.exists()
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [
+        pytest.param(np.ones(1, "float32"), id="one value for all"),
+        pytest.param(np.ones(3, "float32"), id="other shape"),
+        pytest.param(np.ones(1, "int8"), id="other dtype"),
+    ],
+)
+def test_pieces_that_are_less_than_the_notes_say(tmp_path, piece):
+    """They are refused before memory is taken for the array: NumPy would make 4 GB of one value."""
+    file, box = tmp_path / "c.safetensors", ((0, 10**9),)
+    write(shards.file_of_rank(file, 0), {name_of("a", box): piece}, NOTES)
+    division = Division((10**9,), "float32", ((0, box),))
+    sums = {"0": sum_of_contents(shards.file_of_rank(file, 0))}
+    write(file, {}, {**NOTES, "divided": {"a": division}, "files": sums})
+    with pytest.raises(CheckpointError, match=r"00000\.safetensors does not have the piece a@0:"):
+        CheckpointFile(file).array("a")
+
+
+def test_links_in_place_of_folders(tmp_path):
+    """Other users of the folder cannot choose where pieces are deleted or written."""
+    other, file = tmp_path / "other.shards", tmp_path / "c.safetensors"
+    other.mkdir()
+    (other / "00000.safetensors").write_text("mine")
+    shards.folder_of(file).symlink_to(other)
+    delete(file)
+    with pytest.raises(CheckpointError, match="the file cannot be written"):
+        write(shards.file_of_rank(file, 1), {"a": np.ones(1)}, NOTES)
+    assert [each.read_text() for each in other.iterdir()] == ["mine"]
 
 
 def test_boxes_of_slices():

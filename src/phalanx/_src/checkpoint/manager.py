@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """`CheckpointManager`: numbered checkpoints in one folder, of which it keeps the last ones."""
 
+import contextlib
+import errno
 import fcntl
 import functools
 import os
 import platform
 import re
+import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -369,7 +372,8 @@ class CheckpointManager:
         if self._is_first:
             occupy(self._directory)
             for unfinished in self._directory.glob(f".{self._name}-*.part"):
-                unfinished.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    unfinished.unlink()
             saved = {shards.folder_of(file) for _, file in numbered(self._directory, self._name)}
             for folder in set(self._directory.glob(f"{self._name}-*.shards")) - saved:
                 shards.delete_pieces(folder)
@@ -380,14 +384,14 @@ class CheckpointManager:
     def _old(self) -> list[tuple[float, Path]]:
         """Returns the times and files of all checkpoints except the last `max_to_keep`."""
         checkpoints = numbered(self._directory, self._name)[: -self._max_to_keep] if self._max_to_keep else []
-        return [(file.stat().st_mtime, file) for _, file in checkpoints]
+        return [(file.lstat().st_mtime, file) for _, file in checkpoints]
 
     def _delete_old(self) -> None:
         """Deletes old checkpoints. Runs after a save, in the thread that writes."""
         for saved_s, file in self._old():
             if file in self._kept:
                 continue
-            last_s = max((f.stat().st_mtime for f in self._kept), default=self._since_s)
+            last_s = max((f.lstat().st_mtime for f in self._kept if os.path.lexists(f)), default=self._since_s)
             if self._keep_every_h is not None and saved_s - last_s >= self._keep_every_h * _HOUR_S:
                 self._kept.add(file)
             else:
@@ -412,6 +416,9 @@ def occupy(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         # Other users may be able to write into the folder: a link would lead to another file, which is written to below.
         lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+        if not stat.S_ISREG(os.fstat(lock).st_mode):
+            os.close(lock)
+            raise OSError(errno.EINVAL, "it is a pipe or a device", str(file))
     except OSError as e:
         raise CheckpointError(
             f"a checkpoint in {directory}",

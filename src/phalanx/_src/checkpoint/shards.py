@@ -6,15 +6,20 @@ file: the folder without it is none.
 """
 
 import contextlib
+import math
+import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
+from phalanx._src.checkpoint import text
+
 _PIECE = re.compile(r"\d{5}\.safetensors|\.\d{5}\.safetensors\.\w+\.part")
+_SUFFIX = ".shards"
 
 Box = tuple[tuple[int, int], ...]
 """Beginning and end of a piece in each dim of its array."""
@@ -22,7 +27,7 @@ Box = tuple[tuple[int, int], ...]
 
 def folder_of(file: Path) -> Path:
     """Returns the folder with the pieces of a checkpoint."""
-    return file.with_suffix(".shards")
+    return file.with_suffix(_SUFFIX)
 
 
 def file_of_rank(file: Path, rank: int) -> Path:
@@ -32,17 +37,28 @@ def file_of_rank(file: Path, rank: int) -> Path:
 
 def delete(file: Path) -> None:
     """Deletes a checkpoint; first what makes it one, so that its pieces are never missing."""
-    file.unlink(missing_ok=True)
+    # Files of other users in a folder such as /tmp, and folders, stay.
+    with contextlib.suppress(FileNotFoundError, IsADirectoryError, PermissionError):
+        file.unlink()
     delete_pieces(folder_of(file))
 
 
 def delete_pieces(folder: Path) -> None:
     """Deletes a folder with pieces. Other files in it stay."""
-    for piece in folder.glob("*.safetensors*"):
-        if _PIECE.fullmatch(piece.name):
-            piece.unlink(missing_ok=True)
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), opened(folder) as descriptor:
+        for piece in filter(_PIECE.fullmatch, os.listdir(descriptor)):
+            os.unlink(piece, dir_fd=descriptor)
         folder.rmdir()
+
+
+@contextlib.contextmanager
+def opened(folder: Path) -> Iterator[int]:
+    """Opens a folder with checkpoints or pieces. Other users may have put a link in place of one with pieces, which would lead elsewhere."""
+    descriptor = os.open(folder, os.O_DIRECTORY | (os.O_NOFOLLOW if folder.suffix == _SUFFIX else 0))
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
 
 
 def size_on_disk(file: Path) -> int:
@@ -84,7 +100,11 @@ class Division(NamedTuple):
         division = cls(tuple(map(int, shape)), str(dtype), tuple(boxes))
         whole = tuple((0, n) for n in division.shape)
         sizes = [_size(box) for _, box in boxes if len(box) == len(whole) and _common(box, whole) == box]
-        if len(sizes) < len(boxes) or sum(sizes) != _size(whole) or np.dtype(division.dtype).hasobject:
+        if (
+            not len(sizes) == len(boxes) == len({box for _, box in boxes})
+            or sum(sizes) != _size(whole)
+            or text.dtype_of_name(division.dtype) is None
+        ):
             raise ValueError("the pieces do not make up the array")
         return division
 
@@ -136,4 +156,4 @@ def _within(box: Box, outer: Box) -> tuple[slice, ...]:
 
 
 def _size(box: Box) -> int:
-    return int(np.prod([end - begin for begin, end in box]))
+    return math.prod(end - begin for begin, end in box)

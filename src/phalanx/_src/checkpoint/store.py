@@ -11,6 +11,7 @@ Each array has a sum in the notes, and all that comes before the arrays has one 
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import secrets
@@ -67,26 +68,29 @@ def write(file: Path, arrays: Mapping[str, np.ndarray], notes: Mapping[str, Any]
     """
     refuse_existing(file)
     # Other users may be able to write into the folder: nobody knows the name before, and nothing is there yet.
-    beside = file.with_name(f".{file.name}.{secrets.token_hex(8)}.part")
+    beside = f".{file.name}.{secrets.token_hex(8)}.part"
     dtypes = {name: array.dtype.name for name, array in arrays.items() if array.dtype.name not in _CODES}
     # The format has no checksums of its own.
     array_sums = {name: sums.of_array(array) for name, array in arrays.items()}
     metadata = {"format": _FORMAT, "notes": json.dumps({**notes, "dtypes": dtypes, "sums": array_sums})}
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        with open(beside, "xb", buffering=0) as opened:
-            _write_all(opened, _header(arrays, metadata))
-            for array in arrays.values():
-                _write_all(opened, array.reshape(-1).view(np.uint8).data)
-            os.fsync(opened.fileno())
-        # Atomic within one file system: readers find the whole file or none.
-        os.replace(beside, file)
-        _flush(file.parent)
+        with shards.opened(file.parent) as folder:
+            try:
+                opener = functools.partial(os.open, mode=0o666, dir_fd=folder)
+                with open(beside, "xb", buffering=0, opener=opener) as opened:
+                    _write_all(opened, _header(arrays, metadata))
+                    for array in arrays.values():
+                        _write_all(opened, array.reshape(-1).view(np.uint8).data)
+                    os.fsync(opened.fileno())
+                # Atomic within one file system: readers find the whole file or none.
+                os.replace(beside, file.name, src_dir_fd=folder, dst_dir_fd=folder)
+                os.fsync(folder)  # So that it survives a loss of power.
+            finally:
+                with contextlib.suppress(OSError):
+                    os.unlink(beside, dir_fd=folder)
     except OSError as e:
         raise _refuse_write(file, e) from e
-    finally:
-        with contextlib.suppress(OSError):
-            beside.unlink()
 
 
 def refuse_existing(file: Path) -> None:
@@ -171,15 +175,6 @@ def _write_all(opened: FileIO, data: bytes | memoryview) -> None:
     rest = memoryview(data)
     while rest:
         rest = rest[opened.write(rest) :]
-
-
-def _flush(path: Path) -> None:
-    """Waits until a file or folder is on the disk, so that it survives a loss of power."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _refuse_write(file: Path, error: Exception) -> CheckpointError:
@@ -313,7 +308,19 @@ class CheckpointFile:
         division = self._divisions.get(name)
         if division is None:
             return self.array(name)[tuple(slice(begin, end) for begin, end in box)]
-        return division.assemble(box, lambda rank, piece: self._of_rank(rank).array(shards.name_of(name, piece)))
+
+        def read(rank: int, piece: Box) -> np.ndarray:
+            stored, name_there = self._of_rank(rank), shards.name_of(name, piece)
+            # NumPy would copy one value into the whole place of a piece, and a small file fill the memory.
+            expected = tuple(end - begin for begin, end in piece), np.dtype(division.dtype)
+            if name_there not in stored.names or stored.spec(name_there) != expected:
+                raise self._refuse(f"{_short(stored.file)} does not have the piece {name_there}")
+            return stored.array(name_there)
+
+        try:
+            return division.assemble(box, read)
+        except (MemoryError, OverflowError, ValueError) as e:
+            raise self._refuse(f"{name}, of the shape {division.shape}, does not fit into the memory") from e
 
     def _of_rank(self, rank: int) -> "CheckpointFile":
         """Returns the file with the pieces of one process."""

@@ -57,7 +57,7 @@ def show(path: str) -> int:
     dtypes, total = reader.get_variable_to_dtype_map(), 0
     rows = []
     for name, shape in sorted(reader.get_variable_to_shape_map().items(), key=lambda item: _order(item[0])):
-        size = int(np.prod(shape, dtype=np.int64)) * dtypes[name].itemsize
+        size = math.prod(shape) * dtypes[name].itemsize
         total += size
         rows.append((name, str(tuple(shape)), str(dtypes[name]), _size(size)))
     for name, value in reader.values.items():
