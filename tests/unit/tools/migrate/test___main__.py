@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 
@@ -33,6 +34,23 @@ def test_file_is_shown_as_a_diff(migrate, tmp_path):
     assert "+x = keras.ops.ones(1)\n" in diff
     assert report == "a.py: 1 change, 0 lines to look at\n  tf.ones -> keras.ops.ones\n"
     assert (tmp_path / "a.py").read_text() == GOOD
+
+
+@pytest.mark.skipif(shutil.which("patch") is None, reason="patch is not installed.")
+def test_diff_is_one_for_patch(migrate, tmp_path):
+    """Also of a file without a last line feed, with other ends of lines in it, and with a name that is a diff itself."""
+    names = {"a.py": GOOD[:-1], "b.py": GOOD + "\f\ny = 'a\x1cb\u2028c'\rz = 1\n", "c\n--- d.py\n+++ d.py.py": GOOD}
+    for name, text in names.items():
+        (tmp_path / "p" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "p" / name).write_text(text, newline="")
+    diff = migrate("p")[1]
+    assert migrate("p", "out")[0] == 0
+    assert r"--- p/c\n--- d.py\n+++ d.py.py" in diff.split("\n")
+    before, after = diff.partition(r"--- p/c\n")[::2]
+    assert "+++ d.py" not in (before + after).split("\n")
+    subprocess.run(["patch", "-p0"], input=before.encode(), check=True, stdout=subprocess.DEVNULL)
+    for name in ("a.py", "b.py"):
+        assert (tmp_path / "p" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
 
 
 def test_file_is_changed_in_place_once(migrate, tmp_path):

@@ -34,6 +34,21 @@ def test_cells_are_migrated_together():
     assert migrate_notebook(migration.source, "a.ipynb", the_table()).source == migration.source
 
 
+def test_halves_of_characters_stay():
+    """JSON may hold them, and a file may not."""
+    before = notebook("import tensorflow as tf\nx = tf.ones(1)").replace("ä".encode(), b"\\ud800")
+    migration = migrate_notebook(before, "a.ipynb", the_table())
+    assert sources(migration.source) == ["import phalanx\nimport keras\nx = keras.ops.ones(1)"]
+    assert json.loads(migration.source)["cells"][0] == json.loads(before)["cells"][0]
+
+
+def test_source_that_is_no_text():
+    """A dict has keys, which are not the source."""
+    before = notebook("").replace(b'"source": []', b'"source": {"import tensorflow as tf": 1}')
+    migration = migrate_notebook(before, "a.ipynb", the_table())
+    assert (migration.source, migration.report.exit_code) == (before, 2)
+
+
 def test_lines_that_are_not_python_are_told_from_those_that_are():
     """Continued commands, indented cells and lines that begin with an operator are what IPython takes them for."""
     before = notebook(

@@ -2,6 +2,7 @@
 """Implements `phalanx migrate`, which runs `python -m phalanx._src.tools.migrate`."""
 
 import difflib
+import io
 import json
 import sys
 import threading
@@ -91,10 +92,12 @@ def _target(file: Path, root: Path, output: Path) -> Path:
 
 
 def _print_diff(before: bytes, after: bytes, file: Path) -> None:
-    old, new = (text.decode(errors="replace").splitlines(keepends=True) for text in (before, after))
-    lines = difflib.unified_diff(old, new, str(file), str(file))
+    old, new = (io.StringIO(text.decode(errors="replace"), newline="\n").readlines() for text in (before, after))
+    name = printable(str(file)).replace("\n", "\\n")  # Or else it could be a diff itself.
+    lines = difflib.unified_diff(old, new, name, name)
     # A pipe gets the diff as it is, for `patch`.
-    sys.stdout.writelines(map(printable, lines) if sys.stdout.isatty() else lines)
+    for line in map(printable, lines) if sys.stdout.isatty() else lines:
+        sys.stdout.write(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n")
 
 
 def _run_with_a_large_stack(settings: str) -> int:

@@ -80,7 +80,7 @@ def migrate_notebook(source: bytes, path: str, table: NameTable) -> Migration:
     try:
         notebook = json.loads(source)
         cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
-        sources = ["".join(cell["source"]) for cell in cells]
+        sources = ["".join(cell["source"][:]) for cell in cells]  # Only text and lists have slices.
     except (RecursionError, ValueError) as e:
         return Migration(source, Report(path, [Finding(1, UNREADABLE, f"this is not a notebook: {e}")]))
     except (KeyError, TypeError):
@@ -98,7 +98,9 @@ def migrate_notebook(source: bytes, path: str, table: NameTable) -> Migration:
         before = textwrap.dedent(sources[int(number)])
         _set_source(cells[int(number)], before, magics.shown(text.removesuffix("\n")))
     end = "\n" if source.endswith(b"\n") else ""
-    return Migration((json.dumps(notebook, indent=_indent(source), ensure_ascii=False) + end).encode(), report)
+    text = json.dumps(notebook, indent=_indent(source), ensure_ascii=False) + end
+    # JSON may hold halves of characters, which a file takes only in its words for them.
+    return Migration(text.encode(errors="backslashreplace"), report)
 
 
 def _new_names(sources: Sequence[str]) -> tuple[str, str]:
