@@ -218,6 +218,9 @@ TASK = '"task": {"type": "worker", "index": 0}'
         ('{"cluster": {"worker": [":1"]}}', "address ':1' of worker:0: must be host:port"),
         ('{"cluster": {"worker": ["host1:port"]}}', "its port 'port' is not a number from 1 to 65535"),
         ('{"cluster": {"worker": ["a:65536"]}}', "its port '65536' is not a number from 1 to 65535"),
+        ('{"cluster": {"worker": ["a..b:1"]}}', "address 'a..b:1' of worker:0: its host is not a name"),
+        (json.dumps({"cluster": {"worker": ["a" * 300 + ":1"]}}), "of worker:0: its host is not a name"),
+        (r'{"cluster": {"worker": ["\u202eh:1"]}}', "of worker:0: its host is not a name"),
         ('{"cluster": {"worker": ["a:0"]}}', "its port '0' is not a number from 1 to 65535"),
         (
             '{"cluster": {"worker": ["a:1", "a:1"]}}',

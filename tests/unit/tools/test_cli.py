@@ -280,6 +280,12 @@ def test_print_writes_template_without_running(scheduler, start):
     assert "no.py" in done.stdout
 
 
+def test_template_has_all_characters_of_arguments():
+    """Although its output is no terminal."""
+    done = invoke("run", "--print", "slurm", "train.py", "\x1b[2Jx")
+    assert "train.py '\x1b[2Jx' &" in done.stdout
+
+
 def test_machines_must_have_the_same_number():
     """Three workers cannot be shared by two machines."""
     cluster = {"cluster": {"worker": ["host0:1", "host1:1"]}, "task": {"type": "worker", "index": 0}}

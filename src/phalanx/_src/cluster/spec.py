@@ -398,6 +398,11 @@ def _check_addresses(spec: ClusterSpec) -> None:
         if not host or set(host) & set("/ ,") or (":" in host and not (host[0] == "[" and host[-1] == "]")):
             problem = "must be host:port, or [host]:port for an IPv6 address."
             raise ClusterError(f"address {address!r} of {task}", problem, f'"{task.type}": ["host0:12345"]')
+        try:
+            host.encode("idna")  # As the resolver does, which reports no error of its own then.
+        except UnicodeError as e:
+            problem = f"its host is not a name: {e}."
+            raise ClusterError(f"address {address!r:.80} of {task}", problem, f'"{task.type}": ["host0:{port}"]') from e
         if not (arguments.is_number(port) and 0 < int(port) <= MAX_PORT):
             problem = f"its port {port!r:.80} is not a number from 1 to {MAX_PORT}."
             raise ClusterError(f"address {address!r:.80} of {task}", problem, f'"{task.type}": ["{host}:12345"]')

@@ -125,7 +125,7 @@ def run(
                     "the template starts the workers without a launcher that joins their profiles.",
                     f"{PROFILE}=100:110:FOLDER in the environment of the workers",
                 )
-            click.echo(TEMPLATES[template](request, max_restarts), nl=False)
+            click.echo(TEMPLATES[template](request, max_restarts), nl=False, color=True)  # Unchanged, even in a pipe.
             return
         if ray and in_cluster:
             raise InvalidArgumentError(

@@ -19,6 +19,14 @@ LOOPS = "127.1"
 NOWHERE = "no.such.host.invalid"
 
 
+def test_control_characters_are_written_out():
+    """The environment may have any text for a host."""
+    place = "\x1b[2J:1"
+    shown = f"{check_name((place, 'host1:1'), 1)}{check_port(place)}"
+    assert r"\x1b[2J" in shown
+    assert "\x1b" not in shown
+
+
 @pytest.mark.parametrize(
     ("addresses", "rank", "said"),
     [

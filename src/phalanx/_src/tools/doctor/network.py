@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from phalanx._src.cluster.connections.hosts import PROXIES, found_at, is_loopback, reason_of, routes
 from phalanx._src.cluster.connections.listener import listen, split
+from phalanx.errors.printable import printable
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Check:
 
     def __str__(self) -> str:
         line = f"{'PASS' if self.is_passed else 'FAIL'} {self.name}: {self.finding}"
-        return line if self.is_passed else f"{line}\nHINT: {self.hint}"
+        return printable(line if self.is_passed else f"{line}\nHINT: {self.hint}")
 
 
 def check_network(addresses: Sequence[str], rank: int, environ: Mapping[str, str] = os.environ) -> list[Check]:
