@@ -35,7 +35,7 @@ def _apply_environment() -> None:
 
 
 def _is_count(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and int(text) > 0
+    return text.isascii() and text.isdecimal() and len(text) < 19 and int(text) > 0
 
 
 def _require_count() -> None:

@@ -167,6 +167,14 @@ def test_zero_workers_and_devices_are_refused(wrong, message):
         Request("train.py", **wrong)
 
 
+def test_numbers_of_thousands_of_digits():
+    """Python takes them for an error of its own."""
+    (environment,) = environments({"PHALANX_RESTART": "9" * 5000}, workers=1, restart=2)
+    assert environment["PHALANX_RESTART"] == "2"
+    with pytest.raises(InvalidArgumentError, match="the environment sets PHALANX_CPU_DEVICES='999"):
+        environments({"PHALANX_CPU_DEVICES": "9" * 5000})
+
+
 @pytest.mark.parametrize(("value", "devices"), [("4", 2), ("many", None), ("0", None), ("-1", None)])
 def test_devices_that_contradict(value, devices):
     """The command line and the environment cannot ask for different numbers, nor the environment for none."""

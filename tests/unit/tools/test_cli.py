@@ -223,6 +223,8 @@ def test_doctor_finds_a_port_in_use(phalanx):
         (["--workers", "0", "train.py"], "workers=0: there must be at least one worker.\nHINT: --workers 2"),
         (["--devices-per-worker", "0", "train.py"], "devices_per_worker=0: a worker must have at least one device."),
         (["--workers", "two", "train.py"], "--workers two: must be a number, or two numbers."),
+        (["--workers", "9" * 5000, "train.py"], "9: must be a number, or two numbers."),
+        (["--workers", "2", "--profile", "1:" + "9" * 5000, __file__], "9: must be two numbers of steps"),
         (["--workers", "2:", "train.py"], "--workers 2:: must be a number, or two numbers."),
         (["--workers", "3:2", "train.py"], "workers=3:2: the minimum must be at least 1 and at most the maximum."),
         (["--workers", "0:2", "train.py"], "workers=0:2: the minimum must be at least 1"),

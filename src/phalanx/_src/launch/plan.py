@@ -12,7 +12,7 @@ from typing import Self
 from phalanx._src.cluster.connections.hosts import LOOPBACK
 from phalanx._src.cluster.connections.ports import held_ports
 from phalanx._src.cluster.spec import ClusterSpec, Task, addresses_of_workers, id_in_cluster, tf_config
-from phalanx.errors import InvalidArgumentError
+from phalanx.errors import InvalidArgumentError, arguments
 
 JOB = "worker"
 EVALUATOR = Task("evaluator", 0)
@@ -216,7 +216,7 @@ def plan(
       {"cluster": {"worker": ["127.0.0.1:4001", "127.0.0.1:4002"]}, "task": {"type": "worker", "index": 1}}
     """
     earlier = environment.get("PHALANX_RESTART", "")
-    restart += int(earlier) if earlier.isdecimal() else 0
+    restart += int(earlier) if arguments.is_number(earlier) else 0
     hosts = hosts or [LOOPBACK] * len(ports)
     spec = ClusterSpec({JOB: [f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)]})
     devices = _device_settings(request, machine, environment)
@@ -282,10 +282,10 @@ def _cpu_devices(request: Request, environment: Mapping[str, str]) -> int:
     num_requested, configured = request.devices_per_worker, environment.get("PHALANX_CPU_DEVICES")
     if not configured:
         return num_requested or 1
-    if not configured.isdecimal() or int(configured) < 1 or num_requested not in (None, int(configured)):
+    if not arguments.is_number(configured) or int(configured) < 1 or num_requested not in (None, int(configured)):
         raise InvalidArgumentError(
             f"devices_per_worker={num_requested}",
-            f"the environment sets PHALANX_CPU_DEVICES={configured!r}.",
+            f"the environment sets PHALANX_CPU_DEVICES={configured!r:.80}.",
             "unset PHALANX_CPU_DEVICES",
         )
     return int(configured)

@@ -199,7 +199,7 @@ def require_threads(devices: Sequence[jax.Device]) -> None:
         return
     needed = 2 * len(jax.local_devices(backend="cpu"))
     text = os.environ.get("NPROC", "")
-    threads = int(text) if text.isdigit() else _schedulable_cpus()
+    threads = int(text) if arguments.is_number(text) else _schedulable_cpus()
     if threads < needed:
         raise StartupError(
             f"a strategy over {len(devices)} CPU devices",

@@ -26,7 +26,7 @@ from phalanx._src.tools.command_line import (
     errors_without_stack,
     warn_of_misplaced,
 )
-from phalanx.errors import InvalidArgumentError
+from phalanx.errors import InvalidArgumentError, arguments
 
 _NO_PROFILE = "none, because no worker has run {} training steps under a strategy"
 
@@ -172,8 +172,8 @@ def run(
 def _numbers_of(workers: str) -> tuple[int | None, int]:
     """Returns the minimum, or None, and the maximum of --workers."""
     first, colon, last = workers.partition(":")
-    if not (first.isdecimal() and (last.isdecimal() or not colon)):
-        raise InvalidArgumentError(f"--workers {workers}", "must be a number, or two numbers.", "--workers 2:4")
+    if not (arguments.is_number(first) and (arguments.is_number(last) or not colon)):
+        raise InvalidArgumentError(f"--workers {workers:.80}", "must be a number, or two numbers.", "--workers 2:4")
     return (int(first), int(last)) if colon else (None, int(first))
 
 

@@ -34,6 +34,17 @@ def test_user_of_this_machine_is_named():
     assert f"from 127.0.0.1 (user {os.getuid()} of this machine)." in told[0] or not os.path.exists("/proc/net/tcp")
 
 
+def test_closed_connection_has_no_user():
+    """The kernel writes 0 then, which is no sign of root."""
+    told = []
+    with listen("127.0.0.1:0") as server:
+        stranger = socket.create_connection(server.getsockname())
+        with server.accept()[0] as here:
+            stranger.close()
+            Strangers("a port", told.append).note([here.getpeername()])
+    assert "from 127.0.0.1. " in told[0]
+
+
 @pytest.mark.parametrize("said", ["garbage", "another secret", "nothing"])
 def test_listener_names_strangers(said):
     """But not whoever only looks whether it is there."""

@@ -33,6 +33,7 @@ def test_gke_orders_hosts_by_number():
         ({"TPU_ACCELERATOR_TYPE": "v3-8"}, {"TPU": 8}),
         ({"TPU_CHIPS_PER_PROCESS_BOUNDS": "1,1,1"}, {"TPU": 1}),
         ({"TPU_CHIPS_PER_HOST_BOUNDS": ""}, {}),
+        ({"TPU_CHIPS_PER_HOST_BOUNDS": "9" * 5000}, {}),
     ],
 )
 def test_devices_of_a_host(changes, count):

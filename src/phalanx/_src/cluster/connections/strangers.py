@@ -66,7 +66,8 @@ def _user_at(host: str, port: int) -> str:
         # The kernel writes the bytes of an address backwards.
         place = "".join(f"{int(part):02X}" for part in reversed(host.split("."))) + f":{port:04X}"
         for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-            _, local, _, _, _, _, _, user, *_ = line.split()
-            if local == place:
+            _, local, _, _, _, _, _, user, _, inode, *_ = line.split()
+            # A connection that was closed belongs to nobody any more, and the kernel writes 0 for that.
+            if local == place and inode != "0":
                 return f" (user {user} of this machine)"
     return ""

@@ -130,7 +130,7 @@ class TPUClusterResolver(ClusterResolver):
         names = ("TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_CHIPS_PER_HOST_BOUNDS")
         bounds = next((self._environ[n] for n in names if self._environ.get(n)), "")
         sides = bounds.split(",")
-        if not all(side.isdecimal() for side in sides):
+        if not all(map(arguments.is_number, sides)):
             return {}
         # In these two generations, every chip is two devices.
         cores = 2 if self._environ.get("TPU_ACCELERATOR_TYPE", "")[:3] in ("v2-", "v3-") else 1

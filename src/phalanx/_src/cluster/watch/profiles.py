@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from phalanx.errors import InvalidArgumentError
+from phalanx.errors import InvalidArgumentError, arguments
 
 PROFILE = "PHALANX_PROFILE"
 """The environment variable with which `phalanx run --profile` asks the processes for profiles: FIRST:LAST:FOLDER."""
@@ -41,10 +41,10 @@ class Span:
         Raises:
           InvalidArgumentError: these are not two numbers, or the second is not larger.
         """
-        first, colon, last = steps.partition(":")
-        if not (colon and first.isdecimal() and last.isdecimal() and int(first) < int(last)):
+        first, _, last = steps.partition(":")
+        if not (arguments.is_number(first) and arguments.is_number(last) and int(first) < int(last)):
             raise InvalidArgumentError(
-                f"--profile {steps}",
+                f"--profile {steps:.80}",
                 "must be two numbers of steps, the second larger than the first.",
                 "--profile 100:110",
             )
