@@ -9,7 +9,7 @@ import pytest
 from phalanx._src.tools.bench import report
 from phalanx._src.tools.bench.__main__ import main
 from phalanx._src.tools.bench.session import Measured, Options, Script, measure, pairs, read, result_of
-from phalanx._src.tools.bench.timeline import Moments
+from phalanx._src.tools.bench.timeline import NAMES, Moments
 from phalanx.errors import InvalidArgumentError, StartupError
 
 pytestmark = pytest.mark.slow
@@ -216,6 +216,39 @@ def test_bad_files_are_refused(tmp_path, capsys):
     assert "--compare none.json: cannot be read as a measurement" in capsys.readouterr().err
     with pytest.raises(InvalidArgumentError, match="HINT: phalanx bench --output"):
         read(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"results": "text"},
+        {"machine": None},
+        {"machine": [1]},
+        {"steps_per_s": 0},
+        {"steps_per_s": "fast"},
+        {"parts": None},
+        {"parts": {}},
+        {"rounds": 5},
+        {"rounds": ["\x1b[2J"]},
+        {"rounds": [10**400]},
+        {"devices": [1]},
+    ],
+)
+def test_measurements_of_others_that_are_none(tmp_path, changed):
+    """They are refused when they are read, and not by the table."""
+    parts = dict.fromkeys(NAMES, 0.1)
+    numbers = {"processes": 1, "devices": 1, "replicas": 1, "steps_per_s": 1.0, "rows_per_s": None, "latest": 0}
+    result = numbers | {"parts": parts, "rounds": [1.0]}
+    whole = {"script": "a.py", "machine": {}, "notes": []}
+    file = tmp_path / "a.json"
+    file.write_text(json.dumps(whole | {"results": [result]}))
+    assert read(str(file)).results[0].rounds == [1.0]
+    file.write_text(json.dumps(whole | {"results": [result | changed]} | changed))
+    with pytest.raises(InvalidArgumentError, match="cannot be read as a measurement"):
+        read(str(file))
+    file.write_text("[" * 100_000)
+    with pytest.raises(InvalidArgumentError, match="cannot be read as a measurement"):
+        read(str(file))
 
 
 def test_command_line_prints_a_table(tmp_path, bench):

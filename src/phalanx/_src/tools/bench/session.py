@@ -247,8 +247,10 @@ def read(path: str) -> Measured:
             raise TypeError("it holds links")
         names = set(Result.__dataclass_fields__)
         results = [Result(**{k: v for k, v in one.items() if k in names}) for one in saved["results"]]
-        return Measured(saved["script"], results, saved["notes"], saved["machine"])
-    except (OSError, ValueError, KeyError, TypeError) as e:
+        for one in results:  # What the table needs.
+            _ = one.name, 1 / one.steps_per_s, *map("{:.2f}".format, (*one.rounds, *map(one.parts.__getitem__, NAMES)))
+        return Measured(saved["script"], results, saved["notes"], dict(saved["machine"]))
+    except (ArithmeticError, AttributeError, LookupError, OSError, RecursionError, TypeError, ValueError) as e:
         raise InvalidArgumentError(
             f"--compare {path}", f"cannot be read as a measurement: {e}.", "phalanx bench --output FILE.json train.py"
         ) from e
