@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
-from processes import errors_of, family_of, is_there, kill, listening, process, said, tell, wait_until
+from processes import HERE, errors_of, family_of, is_there, kill, listening, process, said, tell, wait_until
 
 from phalanx._src.cluster.resolvers.simple import SimpleClusterResolver
 from phalanx._src.cluster.spec import ClusterSpec
@@ -45,6 +45,14 @@ def test_a_lost_worker_is_one_line():
             "Phalanx: 2 workers and 1 parameter server",
             "worker:0 was lost. A new worker starts in its place and runs its steps again.",
         ]
+
+
+def test_current_folder_is_no_code(tmp_path):
+    """Workers and servers import from the folders of the script, as the coordinator does."""
+    for name in ("json", "phalanx", "keras", "cython"):
+        (tmp_path / f"{name}.py").write_text("raise ImportError('the code of another user')")
+    with process(HERE / "coordinating.py", 1, 1, cwd=tmp_path) as coordinator:
+        assert said(coordinator)["count"] == 20
 
 
 def test_all_processes_end_with_a_killed_coordinator():

@@ -16,6 +16,7 @@ from typing import Self, final
 from typing_extensions import override
 
 from phalanx._src.cluster.connections.listener import reach
+from phalanx._src.cluster.processes.owned import job_of_ray
 from phalanx._src.cluster.resolvers.base import optional_module, start_timeout_s
 from phalanx._src.launch.outcome import Ending
 from phalanx._src.launch.output import Stream, kept_lines, wait
@@ -227,7 +228,8 @@ class RayNodes:
             # Ray itself tries for minutes, and says nothing that a user understands.
             if re.fullmatch(r"[^/]+:[0-9]+", self._address):
                 self._try_connection()
-            self.ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
+            job = job_of_ray(self.ray)
+            self.ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR, job_config=job)
         except (OSError, RuntimeError, ValueError) as e:
             raise StartupError(
                 f"phalanx run --ray {self._address}",

@@ -3,8 +3,12 @@
 
 import os
 import shutil
+import sys
 import tempfile
-from typing import final
+from collections.abc import Iterable
+from typing import Any, final
+
+from typing_extensions import override
 
 from phalanx._src.cluster.processes.guard import Guard, end_marked
 
@@ -14,6 +18,23 @@ SERVERS_FOLDER = "PHALANX_SERVERS_FOLDER"
 _MARK = "PHALANX_RAY"
 _LONGEST_ROOT = 24
 """Longest path of the folder for temporary files. Paths of Unix sockets have at most 107 characters, and Ray appends the rest."""
+
+
+@final
+class _FoldersHere(list[str]):
+    @override
+    def extend(self, folders: Iterable[str]) -> None:
+        super().extend(set(folders) & set(map(os.path.abspath, sys.path)))
+
+
+def job_of_ray(ray: Any) -> Any:
+    """Returns settings for `ray.init`: processes import from the folders from which this one does.
+
+    Ray itself would add the current folder, which may be another user's, before all others.
+    """
+    job = ray.job_config.JobConfig()
+    job._py_driver_sys_path = _FoldersHere()
+    return job
 
 
 @final

@@ -20,7 +20,7 @@ from typing_extensions import override
 from phalanx._src.cluster.connections.listener import answers
 from phalanx._src.cluster.connections.ports import HeldPort
 from phalanx._src.cluster.connections.secret import new_token
-from phalanx._src.cluster.processes.owned import MarkedProcesses, OwnedProcesses
+from phalanx._src.cluster.processes.owned import MarkedProcesses, OwnedProcesses, job_of_ray
 from phalanx._src.launch.processes import MARK
 from phalanx._src.parameter_server.processes.handles import Ray
 from phalanx.errors import StartupError
@@ -112,6 +112,7 @@ class AbstractSession(ABC):
                 configure_logging=False,
                 _node_ip_address=self._address,
                 namespace=_NAMESPACE,
+                job_config=job_of_ray(self._ray),
                 **options,
             )
 
