@@ -5,6 +5,7 @@ import contextlib
 import gc
 import sys
 import threading
+import types
 
 import jax
 import jax.numpy as jnp
@@ -654,7 +655,7 @@ def test_stateless_apply_of_a_trainer():
     """A trainer's step in Keras's own style has its gradients aggregated once; in other scopes Keras does as it does."""
 
     class Averaging(Recording):
-        is_averaging = True
+        share = types.SimpleNamespace(is_averaging=True)
 
         def aggregated(self, grads):
             self.calls.append("aggregated")

@@ -341,6 +341,7 @@ def test_means_of_ones_own(count):
     same_fit(replicas(count), compiled(Own), X[:100], Y[:100])
 
 
+@pytest.mark.filterwarnings("ignore:the operations of a step that is executed eagerly")
 def test_loss_of_other_rows_than_those_of_the_batch(strategy):
     """The loss of concatenated rows is that of one device, unless the step is not compiled: then it has padding."""
 

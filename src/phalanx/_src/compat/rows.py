@@ -98,12 +98,16 @@ def _is_updated_with_all_rows(
         with share.whole_batch(()):
             if not _needs_all_rows(update, metric, args, kwargs):
                 return False
-    with contextlib.nullcontext(rows) if share.is_whole else share.whole_batch(rows) as whole:
-        variables = metric.variables
-        state = [share.total(v.value) if v.aggregation == "sum" else v.value for v in variables]
-        after = _state_after(update, metric, state, *whole)
-    for variable, value in zip(variables, after, strict=True):
-        variable.assign(share.part_of(value) if variable.aggregation == "sum" else value)
+    summed = [v for v in metric.variables if v.aggregation == "sum"]
+    for variable in summed:
+        variable.assign(share.total(variable.value))
+    with (
+        contextlib.nullcontext(rows) if share.is_whole else share.whole_batch(rows) as (args, kwargs),
+        _as_keras_does(),
+    ):
+        update(metric, *args, **kwargs)
+    for variable in summed:
+        variable.assign(share.part_of(variable.value))
     return True
 
 
