@@ -3,6 +3,7 @@
 
 import json
 import os
+import secrets
 from collections.abc import Mapping
 
 import keras
@@ -67,6 +68,8 @@ def _listed(entries: list[dict[str, str]]) -> str:
 
 def _replace(path: str, text: str) -> None:
     """Writes a file that a reader never sees half-written."""
-    with open(f"{path}.part", "w", encoding="utf-8") as file:
+    # Others may write to the folder, and must not know the name before.
+    part = f"{path}.{secrets.token_hex(8)}.part"
+    with open(part, "x", encoding="utf-8") as file:
         file.write(text)
-    os.replace(f"{path}.part", path)
+    os.replace(part, path)

@@ -163,6 +163,15 @@ def test_large_exports_become_several_files(folder, tmp_path):
         COMMANDS["export"](folder, str(tmp_path / "model.safetensors"), "model")
 
 
+@pytest.mark.parametrize("name", ["a.npz", "a.safetensors", "a.keras", "b.safetensors.index.json"])
+def test_export_does_not_write_through_a_link(folder, tmp_path, name):
+    """Other users of the folder may have made it, and it may lead to a file that is not there yet."""
+    (tmp_path / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match="the file exists already"):
+        COMMANDS["export"](folder, str(tmp_path / name.removesuffix(".index.json")), "")
+    assert not (tmp_path / "elsewhere").exists()
+
+
 def test_list_of_a_folder(folder, capsys, tmp_path):
     """Number of arrays and size; a file that is broken does not hide the others."""
     assert COMMANDS["ls"](folder) == 0

@@ -16,3 +16,12 @@ def test_files_of_several_embeddings(tmp_path):
     )
     assert (tmp_path / "embeddings" / "a.tsv").read_text() == "0\t2\n4\t6\n8\t10\n"
     assert sorted(p.name for p in (tmp_path / "embeddings").iterdir()) == ["a.tsv", 'b "ß".tsv']
+
+
+def test_links_of_others_are_not_written_to(tmp_path):
+    """Nobody knows the name of a file that is not ready."""
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    (tmp_path / "projector_config.pbtxt.part").symlink_to(victim)
+    projector.write(str(tmp_path), {"a": np.ones((1, 1))}, None)
+    assert victim.read_text() == "mine"

@@ -100,7 +100,7 @@ def export(path: str, output: str, name: str, largest: int = _LARGEST_FILE_BYTES
         raise InvalidArgumentError(
             call, "the name must end with .npz, .safetensors or .keras.", str(file.with_suffix(".npz"))
         )
-    if file.exists() or _index_of(file).exists():
+    if os.path.lexists(file) or os.path.lexists(_index_of(file)):
         raise CheckpointError(call, "the file exists already.", "another name, or delete the file")
     if not file.parent.is_dir():
         raise CheckpointError(call, f"there is no folder {file.parent}.", f"mkdir -p {file.parent}")

@@ -175,7 +175,7 @@ def _together(strategy: MultiWorkerMirroredStrategy, addresses: Sequence[str], s
 def _shared_folder(folder: str, token: str, rank: int, tell: Callable[[Any], list[Any]]) -> Check:
     path = Path(folder) / f".phalanx-doctor-{token}-{rank}"
     try:
-        path.write_text("")
+        path.touch(exist_ok=False)
         problem = ""
     except OSError as e:
         problem = f"rank {rank} cannot write to {folder}: {e.strerror}."
