@@ -148,3 +148,11 @@ def test_impossible_paths_are_refused(migrate, tmp_path, path, output, reason):
     assert code == 2
     assert reason in report
     assert "HINT" in report
+
+
+def test_encoding_that_cannot_write_what_it_reads(migrate, tmp_path):
+    """Python reads this one, of host names, and writes no lines of more than 63 characters in it."""
+    (tmp_path / "a.py").write_text(f"# coding: idna\n{GOOD}y = '{'a' * 100}'\n")
+    code, _, report = migrate("a.py", check=True)
+    assert code == 2
+    assert "line 1: the new program cannot be written in its encoding" in report

@@ -68,15 +68,17 @@ def migrate(source: bytes, path: str, table: NameTable) -> Migration:
     wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
     try:
         with _no_collection():
-            migrated = _migrated(wrapper, table, report)
+            migrated = _migrated(wrapper, table, report).bytes
     except RecursionError:
         return _unreadable(source, path, 1, _TOO_DEEP)
+    except UnicodeError as e:
+        return _unreadable(source, path, 1, f"the new program cannot be written in its encoding: {e}")
     except RefusedError as e:
         positions = wrapper.resolve(PositionProvider)
         refused = Report(path)
         refused.add(positions[e.node].start.line if e.node in positions else 1, LOOK, f"nothing was changed: {e.text}")
         return Migration(source, refused)
-    return Migration(migrated.bytes, report)
+    return Migration(migrated, report)
 
 
 def _unreadable(source: bytes, path: str, line: int, why: str) -> Migration:
