@@ -121,11 +121,37 @@ ADDENDS = {
     "first": lambda y, p, w: p[0, 0],
     "calls": lambda y, p, w: 1.0,
 }
-"""What a metric of a user adds to its state. The last of them do not add up over rows, so that each replica has its own."""
+"""What a metric of a user adds to its state. The last of them do not add up over rows: in a loop, each replica has its own."""
+
+
+LIMITS = {
+    "largest": lambda state, y, p, w: ops.maximum(state, ops.max(p[:, 0])),
+    "moving": lambda state, y, p, w: 0.9 * state + ops.std(w[:, None] * p),
+    "sorted": lambda state, y, p, w: state + ops.sum(ops.sort(one_hot(y) * p, axis=0)[0]),
+}
+
+
+class Limit(keras.metrics.Metric):
+    """Has another state after each batch, which is no sum."""
+
+    def __init__(self, kind):
+        super().__init__(name=f"limit_{kind}")
+        self.after = LIMITS[kind]
+        self.state = self.add_weight(name="state", initializer=keras.initializers.Constant(-2.0))
+
+    def update_state(self, y, p, sample_weight=None):
+        w = ops.ones(ops.shape(p)[:1]) if sample_weight is None else sample_weight
+        self.state.assign(self.after(self.state, y, p, w))
+
+    def result(self):
+        return ops.copy(self.state)
+
+    def reset_state(self):
+        self.state.assign(-2.0)
 
 
 class Added(keras.metrics.Metric):
-    """Adds a number to its state. In plain Keras it does so for the rows of each replica."""
+    """Adds a number to its state; with `replicas`, one for the rows of each of them."""
 
     def __init__(self, addend, replicas=1):
         super().__init__(name=f"added_{addend}")
@@ -188,6 +214,8 @@ def metric_of(replicas, kind, *which):
     if kind == "keras":
         (name,) = which
         return _METRICS[name](**ARGUMENTS.get(name, {}), **_THRESHOLDS.get(name, {}), name=name)
+    if kind == "limit":
+        return Limit(*which)
     return Added(which[0], replicas) if kind == "added" else function_of(*which)
 
 
@@ -223,6 +251,7 @@ def trainings(way, replicas=None):
             own,
             st.tuples(st.just("added"), st.sampled_from(sorted(ADDENDS))),
         )
+        of_fit = st.one_of(metric, st.tuples(st.just("limit"), st.sampled_from(sorted(LIMITS))))
         return st.fixed_dictionaries(
             {
                 "way": st.just(way),
@@ -232,7 +261,7 @@ def trainings(way, replicas=None):
                 "model": st.sampled_from(sorted(MODELS.keys() - ({"penalized"} if way == "loop" else set()))),
                 "loss": loss if way == "fit" else of_rows,
                 "metrics": st.lists(
-                    metric if way == "fit" else metric.filter(lambda x: x[0] != "own"),
+                    of_fit if way == "fit" else metric.filter(lambda x: x[0] != "own"),
                     unique=True,
                     min_size=1,
                     max_size=4,
@@ -265,7 +294,7 @@ def fit(strategy, drawn):
     keras.utils.set_random_seed(3)
     with contextlib.nullcontext() if strategy is None else strategy.scope():
         model = model_of(drawn["model"])
-        metrics = [metric_of(1 if strategy else drawn["replicas"], *each) for each in drawn["metrics"]]
+        metrics = [metric_of(1, *each) for each in drawn["metrics"]]
         optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=drawn["accumulated"])
         model.compile(optimizer, loss_of(*drawn["loss"]), metrics=metrics, steps_per_execution=drawn["steps"])
     rows, batch_size = drawn["rows"], drawn["batch_size"]

@@ -23,10 +23,10 @@ def checked_step(step: Step) -> Step:
     # A variable stays one: its value is read when the summary is recorded, inside the program.
     if step is None or isinstance(step, keras.Variable):
         is_step = step is None or (not step.shape and jnp.issubdtype(jnp.dtype(step.dtype), jnp.integer))
-    elif arguments.is_integer(step):
+    elif arguments.is_integer(step, -(2**63), 2**63 - 1):
         return int(step)
     else:
         is_step = hasattr(step, "dtype") and not np.shape(step) and jnp.issubdtype(step.dtype, jnp.integer)
     if not is_step:
-        raise InvalidArgumentError(f"step={shown(step)}", "must be an integer.", "step=int(optimizer.iterations)")
+        raise InvalidArgumentError(f"step={shown(step)}", "must be an integer of 64 bits.", "step=int(optimizer.iterations)")
     return step

@@ -120,7 +120,8 @@ class Division(NamedTuple):
           box: which part.
           read: returns a piece, given the rank of its process and its place.
         """
-        part = np.empty([end - begin for begin, end in box], np.dtype(self.dtype))
+        # Not `np.empty`: pieces of a file of others may overlap and leave gaps, which would have what was in the memory before.
+        part = np.zeros([end - begin for begin, end in box], np.dtype(self.dtype))
         for rank, piece in self.pieces:
             both = _common(box, piece)
             if both is not None:
