@@ -77,7 +77,31 @@ class Ignoring(keras.losses.Loss):
         return values
 
 
+class Relative(keras.losses.MeanSquaredError):
+    """Is derived from a loss of Keras, and compares each row with the others."""
+
+    def call(self, y, p):
+        values = super().call(y, p)
+        return values**2 / keras.ops.mean(values)
+
+
+class Weighted(keras.losses.Loss):
+    """Gives rows the weights that are their first labels."""
+
+    def __init__(self, fn, reduction="sum_over_batch_size"):
+        super().__init__()
+        self.loss = keras.src.losses.losses.LossFunctionWrapper(fn, reduction)
+
+    def __call__(self, y, p):
+        return self.loss(y, p, sample_weight=keras.ops.cast(y[:, 0], "float32"))
+
+
 LOSSES = every(keras.losses, keras.losses.Loss, keras.losses.Loss) | {
+    "derived from Keras's": (Relative, {}),
+    "columns of the batch": (lambda: keras.losses.CosineSimilarity(axis=0), {}),
+    "classes over the batch": (lambda: keras.losses.CategoricalCrossentropy(axis=0), {}),
+    "mean, weights": (lambda: Weighted(lambda y, p: keras.ops.mean(keras.ops.abs(y - p))), {}),
+    "mean, sum of weights": (lambda: Weighted(lambda y, p: keras.ops.mean(keras.ops.abs(y - p)), "sum"), {}),
     "mean of the batch": (
         lambda: keras.src.losses.losses.LossFunctionWrapper(lambda y, p: keras.ops.mean(keras.ops.abs(y - p))),
         {},
@@ -138,6 +162,13 @@ class Updated(keras.metrics.Metric):
         self.state.assign(keras.ops.full(self.state.shape, self.first))
 
 
+class Centered(keras.metrics.MeanSquaredError):
+    """Is derived from a metric of Keras, and subtracts the mean of the other rows."""
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        return super().update_state(y_true, y_pred - keras.ops.mean(y_pred, axis=0), sample_weight)
+
+
 def counted(state, y, p):
     """How often each number of ones occurs, by an operation that is not known to keep rows apart."""
     ones = keras.ops.cast(keras.ops.sum(y, axis=1), "int32")
@@ -155,6 +186,9 @@ UPDATES = {
     "histogram": (counted, 0.0, (CLASSES + 1,)),
 }
 METRICS = every(keras.metrics, keras.metrics.Metric, keras.metrics.Metric) | {
+    "derived from Keras's": (Centered, {}),
+    "columns of the batch": (lambda: keras.metrics.CosineSimilarity(axis=0), {}),
+    "correlations of columns": (lambda: keras.metrics.PearsonCorrelation(axis=0), {}),
     "counting": (Counting, {}),
     "sum of the batch": (lambda: keras.metrics.MeanMetricWrapper(lambda y, p: keras.ops.sum(y * p)), {}),
     "dice of the batch": (lambda: keras.metrics.MeanMetricWrapper(dice), {}),

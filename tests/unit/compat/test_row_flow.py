@@ -131,6 +131,9 @@ MIXED = {
     "another function of many rows": (lambda y, p: ops.mean(p) if y.shape[0] < 10 else ops.max(p), Y, P),
     "a size that must be": (lambda y, p: ops.mean(ops.reshape(p, (6, 3))), Y, P),
     "values that are read": (lambda y, p: ops.mean(p) if float(y[0, 0]) else ops.max(p), Y, P),
+    "a mean as an integer": (lambda y, p: ops.cast(ops.mean(30 * p), "int32"), Y, P),
+    "whether any": (lambda y, p: ops.cast(ops.sum(y), "bool"), Y, P),
+    "an integer division": (lambda y, p: jax.lax.div(ops.sum(ops.cast(p, "int32")), y.shape[0]), Y, P),
     "rows in the second place": (lambda y, p: ops.transpose(p), Y, P),
 }
 
@@ -172,6 +175,7 @@ NOT_ADDED = {
     "one of two": lambda s, y, p: [s[0] + ops.sum(p), ops.maximum(s[1], 3)],
     "products": lambda s, y, p: [s[0] * ops.sum(p), s[1]],
     "values that are read": lambda s, y, p: [s[0] + float(y[0, 0]), s[1]],
+    "a sum as an integer": lambda s, y, p: [s[0], s[1] + ops.cast(3 * ops.sum(p), "int32")],
 }
 
 

@@ -13,7 +13,7 @@ from phalanx._src.typed_jax import shape_dtype
 from phalanx.typing import PyTree
 
 
-def needs_all_rows(fn: Callable[..., Any], *args: PyTree, source: object) -> bool:
+def needs_all_rows(fn: Callable[..., Any], *args: PyTree, source: object, weight: PyTree = None) -> bool:
     """Returns whether what a function gives for a batch does not follow from what it gives for the parts of replicas.
 
     It does if the function returns one value per row from this row alone, or the mean over rows. Then the sum over rows, a ratio of
@@ -23,11 +23,14 @@ def needs_all_rows(fn: Callable[..., Any], *args: PyTree, source: object) -> boo
       fn: the function.
       *args: pytrees of arrays (rows, ...).
       source: the function or class that it comes from. Of Keras's own functions, it is known which depend on other rows.
+      weight: weights per row. Keras multiplies each of them by the number that a function returns for the batch.
     """
     shape = shape_of(fn, *args)
     is_number = not shape
+    if is_number and weight is not None and jnp.ndim(weight):
+        return True
     if not is_number and str(getattr(source, "__module__", "")).startswith("keras."):
-        return source in _OF_OTHER_ROWS or _has_pairs(fn, args, shape)
+        return source in _OF_OTHER_ROWS or _is_of_others(fn, args, shape)
     expected = MEAN if is_number else ROWS
     return kind_of(fn, *args) not in (expected, CONSTANT)
 
@@ -38,12 +41,10 @@ def shape_of(fn: Callable[..., Any], *args: PyTree) -> tuple[int, ...]:
         return jnp.shape(jax.eval_shape(fn, *args))
 
 
-def _has_pairs(fn: Callable[..., Any], args: PyTree, shape: tuple[int, ...]) -> bool:
-    """Whether there is a value per pair of rows, as where a function takes labels (rows, 1) for labels (rows,)."""
-    if shape[0] not in shape[1:]:
-        return False
+def _is_of_others(fn: Callable[..., Any], args: PyTree, shape: tuple[int, ...]) -> bool:
+    """Whether values are not per row: per column with `axis=0`, or per pair where a function takes labels (rows, 1) for (rows,)."""
     more = jax.tree.map(lambda x: shape_dtype((shape[0] + 1, *jnp.shape(x)[1:]), jnp.result_type(x)), args)
-    return shape_of(fn, *more)[1:] != shape[1:]
+    return shape_of(fn, *more) != (shape[0] + 1, *shape[1:])
 
 
 _OF_OTHER_ROWS = (keras.losses.circle,)

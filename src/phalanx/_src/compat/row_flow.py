@@ -189,6 +189,8 @@ def _result(few: jex.JaxprEqn, many: jex.JaxprEqn, operands: _Flows, shapes: _Sh
         return CONSTANT if shapes[0][dim] == shapes[1][dim] else _MIXED
     if "mixed" in names or not operands:
         return _MIXED
+    if _is_rounding(few) and any(kind.name == "sum" or kind.growth != 1.0 for kind in operands):
+        return _MIXED
     if names == {"constant"}:
         return _of_constants(few, many, operands, shapes)
     if "sum" in names:
@@ -202,6 +204,17 @@ def _result(few: jex.JaxprEqn, many: jex.JaxprEqn, operands: _Flows, shapes: _Sh
     if None in dims:
         return _MIXED
     return _of_rows(few, operands, dims, shapes)
+
+
+def _is_rounding(eqn: jex.JaxprEqn) -> bool:
+    """Whether an operation rounds to integers, so that a sum of results is not the result of the sum."""
+    name, before, after = eqn.primitive.name, *(getattr(x.aval, "dtype", None) for x in (eqn.invars[0], eqn.outvars[0]))
+    if before is None or after is None:  # It is a token.
+        return False
+    is_narrowing = name == "convert_element_type" and (
+        jnp.issubdtype(before, jnp.inexact) or jnp.issubdtype(after, jnp.bool_)
+    )
+    return not jnp.issubdtype(after, jnp.inexact) and (is_narrowing or name == "div")
 
 
 def _of_growing_rows(name: str, operands: _Flows, *, is_sum: bool) -> Flow:

@@ -61,7 +61,7 @@ def _needs_all_rows(
     if not leaves or not all(map(jnp.ndim, leaves)):
         return False
     arguments = inspect.signature(update).bind(metric, *args, **kwargs).arguments
-    if _is_of_function(metric, arguments):
+    if _is_of_function(metric, arguments) and update.__module__.startswith("keras."):
         return needs_all_rows(_function_of(metric), arguments["y_true"], arguments["y_pred"], source=metric._fn)
     variables = metric.variables
     if type(metric).__module__.startswith("keras.") or not variables or any(v.aggregation != "sum" for v in variables):
@@ -225,11 +225,11 @@ def _loss(
         return original(self, y_true, y_pred, sample_weight)
     if not scope.share.is_averaging and self.reduction not in ("sum", "none", None):
         scope.share.check_loss(self.name, self.reduction)
-    source = self.fn if isinstance(self, LossFunctionWrapper) else type(self)
+    source = self.fn if type(self).call is LossFunctionWrapper.call else type(self)
     if (
         not scope.share.is_part
         or scope.share.example_mask() is not None
-        or not needs_all_rows(self.call, y_true, y_pred, source=source)
+        or not needs_all_rows(self.call, y_true, y_pred, source=source, weight=sample_weight)
     ):
         return original(self, y_true, y_pred, sample_weight)
     with scope.share.whole_batch((y_true, y_pred, sample_weight)) as whole:
