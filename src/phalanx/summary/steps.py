@@ -28,5 +28,7 @@ def checked_step(step: Step) -> Step:
     else:
         is_step = hasattr(step, "dtype") and not np.shape(step) and jnp.issubdtype(step.dtype, jnp.integer)
     if not is_step:
-        raise InvalidArgumentError(f"step={shown(step)}", "must be an integer of 64 bits.", "step=int(optimizer.iterations)")
+        raise InvalidArgumentError(
+            f"step={shown(step)}", "must be an integer of 64 bits.", "step=int(optimizer.iterations)"
+        )
     return step

@@ -102,10 +102,10 @@ def _is_updated_with_all_rows(
     for variable in summed:
         variable.assign(share.total(variable.value))
     with (
-        contextlib.nullcontext(rows) if share.is_whole else share.whole_batch(rows) as (args, kwargs),
+        contextlib.nullcontext(rows) if share.is_whole else share.whole_batch(rows) as (values, named),
         _as_keras_does(),
     ):
-        update(metric, *args, **kwargs)
+        update(metric, *values, **named)
     for variable in summed:
         variable.assign(share.part_of(variable.value))
     return True
