@@ -64,6 +64,11 @@ PER_ROW = {
 }
 
 MEANS = {
+    "a loss of Keras with a penalty": (
+        lambda y, p: ops.sum([keras.losses.MeanSquaredError()(y, p), ops.sum(WEIGHTS)]),
+        Y,
+        P,
+    ),
     "mean": (lambda y, p: ops.mean(ops.square(y - p)), Y, P),
     "mean of tokens": (lambda y, p: ops.mean(cross_entropy(y, p)), CLASSES, LOGITS),
     "sum by the number of rows": (lambda y, p: ops.sum(errors(y, p)) / y.shape[0], Y, P),

@@ -43,6 +43,8 @@ CONSTANT, ROWS, SUM = Flow("constant"), Flow("rows"), Flow("sum", 2.0)
 MEAN, _SHIFTED_MEAN, _MIXED = Flow("sum"), Flow("sum", is_shifted=True), Flow("mixed")
 
 _Flows = list[Flow]
+_Numbers = tuple[Any, Any]
+"""A number that is known in both traces."""
 _Atom = jex.Var | jex.Literal
 _Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -77,6 +79,15 @@ _REDUCTIONS = frozenset(
 )  # fmt: skip
 _ALONG = {"cumlogsumexp": "axis", "cummax": "axis", "cummin": "axis", "cumprod": "axis", "cumsum": "axis"}
 _ALONG |= {"sort": "dimension", "concatenate": "dimension", "split": "axis"}
+_FOLDS: dict[str, Callable[..., Any]] = {
+    "convert_element_type": lambda params, x: x.astype(params["new_dtype"]),
+    "eq": lambda _, x, y: x == y,
+    "gt": lambda _, x, y: x > y,
+    "max": lambda _, x, y: np.maximum(x, y),
+    "reduce_prod": lambda params, x: x.prod(axis=params["axes"]),
+    "select_n": lambda _, which, *cases: np.choose(which.astype(int), cases),
+}
+"""Operations that Keras does with numbers of values, before it divides by them."""
 _ALIKE = _REDUCTIONS - {"reduce_prod", "reduce_sum", "reduce_xor"}
 """Reductions of equal values that do not depend on their number."""
 
@@ -127,23 +138,48 @@ def _traced(
         return jax.make_jaxpr(fn)(*first, *jax.tree.map(sized, args))
 
 
-def _followed(few: jex.ClosedJaxpr, many: jex.ClosedJaxpr, inputs: _Flows) -> _Flows:
-    """Returns the kinds of the results of two traces that differ in the number of rows."""
+def _followed(
+    few: jex.ClosedJaxpr, many: jex.ClosedJaxpr, inputs: _Flows, numbers: Sequence[_Numbers | None] = ()
+) -> _Flows:
+    """Returns the kinds of the results of two traces that differ in the number of rows.
+
+    Args:
+      few: the trace of fewer rows.
+      many: the other.
+      inputs: the kinds of their inputs.
+      numbers: the inputs that are known numbers.
+    """
     consts = map(_constant, few.consts, many.consts)
     kinds: dict[_Atom, Flow] = dict(zip((*few.jaxpr.constvars, *few.jaxpr.invars), (*consts, *inputs), strict=True))
+    known: dict[_Atom, _Numbers] = {v: x for v, x in zip(few.jaxpr.invars, numbers, strict=False) if x is not None}
+    pairs = zip(few.jaxpr.constvars, few.consts, many.consts, strict=True)
+    known |= {v: (a, b) for v, a, b in pairs if _is_number(a) and _is_number(b)}
 
     def read(one: _Atom, other: _Atom) -> Flow:
         if isinstance(one, jex.Literal) and isinstance(other, jex.Literal):
             return _constant(one.val, other.val)
         return kinds[one]
 
+    def number(one: _Atom, other: _Atom) -> _Numbers | None:
+        if isinstance(one, jex.Literal) and isinstance(other, jex.Literal):
+            return one.val, other.val
+        return known.get(one)
+
     for one, other in zip(few.jaxpr.eqns, many.jaxpr.eqns, strict=True):
         if one.primitive is not other.primitive:
             return [_MIXED] * len(few.jaxpr.outvars)
         operands = list(map(read, one.invars, other.invars))
+        values = list(map(number, one.invars, other.invars))
+        if (folded := _folded(one, other, values)) is not None:
+            known[one.outvars[0]] = folded
+            kinds[one.outvars[0]] = _constant(*folded)
+            continue
+        if one.primitive.name == "select_n" and values[0] is not None and values[0][0] == values[0][1]:
+            kinds[one.outvars[0]] = operands[1 + int(values[0][0])]
+            continue
         shapes = [(_shape(a), _shape(b)) for a, b in zip(one.outvars, other.outvars, strict=True)]
         if one.primitive.name in _CALLS:
-            results = _followed(_inner(one), _inner(other), operands)
+            results = _followed(_inner(one), _inner(other), operands, values)
         else:
             results = [_result(one, other, operands, shape) for shape in shapes]
         kinds |= zip(one.outvars, map(_checked, results, shapes), strict=True)
@@ -162,6 +198,21 @@ def _constant(one: ArrayLike, other: ArrayLike) -> Flow:
         return CONSTANT
     is_growing = np.shape(one) == np.shape(other) == () and one
     return Flow("constant", float(np.asarray(other)) / float(np.asarray(one))) if is_growing else _MIXED
+
+
+def _is_number(const: ArrayLike) -> bool:
+    return np.size(const) == 1 and not isinstance(const, jax.core.Tracer)
+
+
+def _folded(few: jex.JaxprEqn, many: jex.JaxprEqn, values: Sequence[_Numbers | None]) -> _Numbers | None:
+    """Returns the result of an operation on known numbers, such as sizes, in both traces. None if it is not known."""
+    if not values or None in values:
+        return None
+    fold = _FOLDS.get(few.primitive.name)
+    if fold is None:
+        return None
+    operands = [[np.asarray(pair[side]) for pair in values if pair] for side in (0, 1)]
+    return np.asarray(fold(few.params, *operands[0])), np.asarray(fold(many.params, *operands[1]))
 
 
 def _checked(kind: Flow, shapes: _Shapes) -> Flow:
@@ -304,6 +355,9 @@ def _of_sums(eqn: jex.JaxprEqn, operands: _Flows, *, is_spread: bool) -> Flow:
         return _MIXED
     if len(operands) == 1:
         return first if name in _LINEAR or name == "reduce_sum" else _MIXED
+    # Keras adds up losses that it has joined.
+    if name == "concatenate" and all(kind.growth == 1.0 for kind in operands):
+        return MEAN if all(kind == MEAN for kind in operands) else _SHIFTED_MEAN
     # Sums may be weighed, and added up if they grow alike. The mean of parts stays the mean of all if a constant is added.
     are_sums = [kind.name == "sum" for kind in operands]
     if name in ("mul", "div") and (are_sums == [True, False] or (name == "mul" and are_sums == [False, True])):

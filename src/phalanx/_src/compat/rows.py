@@ -57,9 +57,6 @@ def _needs_all_rows(
     update: Callable[..., object], metric: keras.metrics.Metric, args: Sequence[PyTree], kwargs: dict[str, PyTree]
 ) -> bool:
     """Whether the states that a metric has for the parts of a batch do not add up to that for the whole batch."""
-    leaves = jax.tree.leaves((args, kwargs))
-    if not leaves or not all(map(jnp.ndim, leaves)):
-        return False
     arguments = inspect.signature(update).bind(metric, *args, **kwargs).arguments
     if _is_of_function(metric, arguments) and update.__module__.startswith("keras."):
         return needs_all_rows(_function_of(metric), arguments["y_true"], arguments["y_pred"], source=metric._fn)
@@ -92,6 +89,8 @@ def _is_updated_with_all_rows(
 ) -> bool:
     """Updates a metric with the rows of all replicas if it needs them, from the state that it has on all together. Returns whether it did."""
     rows: PyTree = args, kwargs
+    if not all(map(jnp.ndim, jax.tree.leaves(rows))):
+        return False
     if not share.is_whole:
         if not share.is_part or share.example_mask() is not None:
             return False
@@ -172,7 +171,8 @@ def _update_with_real_rows(
         rows = {()}
         if mask is not None:
             _warn_of_padding(f"The metric {self.name!r}")
-    if scope.share.is_part and rows == {()}:
+    # What is one number per batch may come from the rows of this replica, even where it computes a loss with all of them.
+    if (scope.share.is_part or scope.share.is_whole) and rows == {()}:
         arguments["sample_weight"] = scope.share.weight_of_mean(arguments.get("sample_weight"))
         return original(**arguments)
     weight = arguments.get("sample_weight")
