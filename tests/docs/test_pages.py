@@ -13,6 +13,7 @@ from tests import forks
 ROOT = Path(__file__).parents[2]
 PAGES = (
     "README.md",
+    "docs/index.md",
     "docs/start.md",
     "docs/choose.md",
     "docs/from_keras_distribution.md",
