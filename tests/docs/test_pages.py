@@ -10,6 +10,9 @@ import numpy as np
 import pytest
 from tests import forks
 
+from phalanx._src.launch import templates
+from phalanx._src.launch.plan import Request
+
 ROOT = Path(__file__).parents[2]
 PAGES = (
     "README.md",
@@ -185,3 +188,11 @@ def test_tensorflow_program_prints_the_same(tmp_path):
     ).stdout
     for _, expected in blocks(page, "text"):
         assert expected in printed
+
+
+def test_slurm_script_of_the_page_is_that_of_the_command():
+    """The page shows the script for four nodes with four GPUs as `phalanx run --print slurm` writes it."""
+    request = Request("train.py", workers=4, devices_per_worker=4)
+    assert templates.slurm(request, max_restarts=3).strip("\n") + "\n" in [
+        block for _, block in blocks("docs/clusters.md", "")
+    ]
