@@ -243,7 +243,7 @@ class RunOptions:
       experimental_xla_options: an `XLAOptions` or None.
       eager: whether to run the Python code of the replica function at every call, without compiling it. `print` then shows
         the values of all replicas, and a debugger can inspect them. The function is traced once first, without values. Even
-        here, `float()` of a per-replica value is an error. Slow, but the results are those of the compiled program.
+        here, `float()` of a per-replica value is an error. Slow, but equal to the compiled program, except for padded short batches.
 
     Raises:
       InvalidArgumentError: a field has the wrong type, or `experimental_bucketizing_dynamic_shape` is True.
