@@ -82,8 +82,12 @@ from tests.waiting import DEADLINE_S
 
 from phalanx import errors
 
+if not ALL:
+    # To find the frames that an error shows takes longer than to raise it. Processes that tests start show what users see.
+    jax.config.update("jax_traceback_filtering", "off")
+
 # The collector of garbage runs seldom: it takes a tenth of the time otherwise. While pytest collects the tests, it does not run.
-gc.set_threshold(20_000, 20, 20)
+gc.set_threshold(50_000, 50, 20)
 gc.disable()
 
 if importlib.util.find_spec("tensorboardX"):

@@ -8,6 +8,6 @@ it little to collect.
 import gc
 import sys
 
-gc.set_threshold(20_000, 20, 20)
+gc.set_threshold(50_000, 50, 20)
 
 sys.modules["sklearn"] = sys.modules["matplotlib"] = None
