@@ -7,6 +7,7 @@ import sys
 
 import pytest
 from click.testing import CliRunner
+from tests import forks
 
 from phalanx._src.tools import child, cli
 from phalanx._src.tools.bench.__main__ import main
@@ -14,6 +15,12 @@ from phalanx.errors import StartupError
 from phalanx.testing import VirtualNetwork
 
 DEADLINE_S = 600
+
+
+@pytest.fixture
+def forked(monkeypatch):
+    """Forks the processes that are measured, instead of starting new interpreters."""
+    monkeypatch.setattr(subprocess, "Popen", forks.Popen)
 
 
 @pytest.fixture

@@ -45,7 +45,7 @@ MEASURED = Options(devices=2, processes=1, rounds=1, steps=10, timeout_s=600)
 
 
 @pytest.fixture
-def measured(tmp_path):
+def measured(tmp_path, forked):
 
     def run(source, arguments=(), **options):
         path = tmp_path / "train.py"
@@ -251,7 +251,7 @@ def test_measurements_of_others_that_are_none(tmp_path, changed):
         read(str(file))
 
 
-def test_command_line_prints_a_table(tmp_path, bench):
+def test_command_line_prints_a_table(tmp_path, bench, forked):
     (tmp_path / "train.py").write_text(fit("model.fit(x, y, batch_size=32, epochs=50, verbose=0)"))
     few = ("--devices", "1", "--processes", "1", "--rounds", "1", "--steps", "8")
     done = bench(*few, "--output", "a.json", "train.py")

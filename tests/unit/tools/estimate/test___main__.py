@@ -2,11 +2,11 @@
 
 import json
 import os
-import subprocess
 import sys
 
 import pytest
 from click.testing import CliRunner
+from tests import forks
 
 from phalanx._src.tools import cli
 from phalanx._src.tools.estimate.__main__ import main
@@ -33,10 +33,9 @@ def estimate(tmp_path):
 
     def run(source, *arguments):
         (tmp_path / "train.py").write_text(source)
-        command = "from phalanx._src.tools.cli import main; main(prog_name='phalanx')"
         environment = {name: value for name, value in os.environ.items() if name not in ("NPROC", "PYTHONPATH")}
-        command = [sys.executable, "-c", command, "estimate", *arguments]
-        return subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+        command = [sys.executable, "-m", "phalanx", "estimate", *arguments]
+        return forks.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=300)
 
     return run
 
