@@ -269,6 +269,27 @@ FAULTS = [
     ),
     # compat
     Fault(
+        "every replica keeps what all rows gave",
+        "batch_share:BatchShare.part_of",
+        "jnp.where(context.require_replica().replica_id_in_sync_group == 0, total, jnp.zeros_like(total))",
+        "total",
+        "contract/test_every_loss_and_metric.py",
+    ),
+    Fault(
+        "a maximum adds up",
+        "row_flow:adds_up",
+        "kind == SUM",
+        "True",
+        "unit/compat/test_row_flow.py",
+    ),
+    Fault(
+        "arrays of a file overlap",
+        "tensors:Tensors.__init__",
+        "sum(entry.end - entry.begin for entry in self.entries.values()) > size - len(self.header)",
+        "False",
+        "unit/checkpoint/test_store.py",
+    ),
+    Fault(
         "accumulated gradients are applied a step late",
         "optimizers:is_last_accumulated",
         "(optimizer._iterations.value + 1)",
