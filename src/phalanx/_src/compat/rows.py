@@ -236,6 +236,31 @@ def _loss(
         return original(self, *whole)
 
 
+def _own_call(
+    original: Callable[..., jax.Array], self: keras.losses.Loss, *args: PyTree, **kwargs: PyTree
+) -> jax.Array:
+    """Gives a loss class with a `__call__` of its own the rows of all replicas if it needs them."""
+    scope = surrounding_scope()
+    if scope is None or not scope.share.is_part or scope.share.example_mask() is not None:
+        return original(self, *args, **kwargs)
+    with scope.share.whole_batch(()):
+        is_of_all = needs_all_rows(lambda x, named: original(self, *x, **named), args, kwargs, source=type(self))
+    if not is_of_all:
+        return original(self, *args, **kwargs)
+    with scope.share.whole_batch((args, kwargs)) as (values, named):
+        return original(self, *values, **named)
+
+
+def _init_loss_class(cls: type, **kwargs: PyTree) -> None:
+    """Wraps the `__call__` of a loss class that the user defines."""
+    super(keras.losses.Loss, cls).__init_subclass__(**kwargs)
+    if "__call__" in vars(cls):
+        extend(cls, "__call__")(_own_call)
+
+
+keras.losses.Loss.__init_subclass__ = classmethod(_init_loss_class)  # type: ignore[arg-type]
+
+
 @extend(CompileLoss, "call")
 def _call_losses(
     original: Callable[..., PyTree], self: CompileLoss, y_true: PyTree, y_pred: PyTree, sample_weight: PyTree = None
