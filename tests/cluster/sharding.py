@@ -89,7 +89,7 @@ def bytes_of_large_model(strategy: phalanx.Strategy, folder: str) -> dict[str, f
     parts["written"] = Path(f"{path}.shards/{index:05d}.safetensors").stat().st_size / whole
     checkpoint.restore(path).assert_consumed()
     parts["loaded"] = (_bytes_here() - before) / whole
-    weights = os.path.join(folder, f"{index}.weights.h5")
+    weights = os.path.join(folder, "large.weights.h5")
     model.save_weights(weights)
     checkpoint.sync()
     tracemalloc.start()
@@ -110,6 +110,45 @@ def read_alone(strategy: phalanx.Strategy) -> list[str]:
     texts = [_text_of(trained.model.get_weights)] if jax.process_index() == 0 else []
     trained.losses()
     return [*texts, _text_of(trained.model.weights[jax.process_index()].numpy)]
+
+
+def save_in_all(strategy: phalanx.Strategy, folder: str, is_sharded: bool) -> list[str]:
+    """Saves in all processes, and loads at once in each. Returns what differs."""
+    model = Trained(_sharded(strategy, 1) if is_sharded else strategy, 1).model
+    model.fit(X, Y, batch_size=16, verbose=0)
+    weights, wrong = model.get_weights(), []
+    saves: dict[str, Callable[[str], object]] = {
+        "a.keras": model.save,
+        "b.keras": lambda path: keras.models.save_model(model, filepath=path),
+        "c": lambda path: keras.saving.save_model(model, Path(path), zipped=False),
+        "d.weights.h5": model.save_weights,
+        "e.weights.json": lambda path: keras.saving.save_weights(model, path, max_shard_size=0.0001),
+        "f.h5": lambda path: model.save(path, include_optimizer=False),
+    }
+    for turn in range(4):
+        for name, save in saves.items():
+            path = os.path.join(folder, f"{turn}{name}")
+            save(path)
+            for ours, theirs in zip(_loaded(path).get_weights(), weights, strict=True):
+                if not np.array_equal(ours, theirs):
+                    wrong.append(name)
+    # Other processes wait neither for a file of another name, nor for one that the chief saves alone.
+    local_folder = Path(folder, str(jax.process_index()))
+    local_folder.mkdir()
+    model.save_weights(local_folder / "w.weights.h5")
+    if strategy.extended.should_checkpoint:
+        wrong.append(_text_of(lambda: model.save(f"{folder}/alone.keras")))
+    model.fit(X, Y, batch_size=16, verbose=0)
+    return [*wrong, *(str(path) for path in local_folder.iterdir())]
+
+
+def _loaded(path: str) -> keras.Model:
+    with phalanx.OneDeviceStrategy("cpu:0").scope():
+        if ".weights." not in path:
+            return keras.models.load_model(path, compile=False)
+        model = make_model()
+        model.load_weights(path)
+        return model
 
 
 def _text_of(call: Callable[[], object]) -> str:

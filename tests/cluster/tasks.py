@@ -25,6 +25,7 @@ from sharding import (  # noqa: F401
     load_whole,
     read_alone,
     refuse_what_reads_alone,
+    save_in_all,
     save_shards,
 )
 from training import (  # noqa: F401

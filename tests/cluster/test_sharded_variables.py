@@ -72,6 +72,15 @@ def test_reads_that_not_all_processes_make(cluster_of):
         assert "read 0 is variable 'sequential" in text
 
 
+@pytest.mark.parametrize("is_sharded", [False, True])
+def test_all_processes_save_and_the_chief_writes(cluster_of, tmp_path, is_sharded):
+    """The file is complete when the call returns, in each process. No other process writes, and the chief may save alone as before."""
+    (*wrong, alone, written), others = cluster_of(2, 1).call("save_in_all", folder=str(tmp_path), is_sharded=is_sharded)
+    assert (wrong, others) == ([], [])
+    assert alone.startswith("ContextError: variable 'sequential") if is_sharded else alone == "no error"
+    assert written == str(tmp_path / "0" / "w.weights.h5")
+
+
 def test_writers_of_one_process_are_refused(cluster_of, tmp_path):
     """Before the first step, on all processes."""
     for reply in cluster_of(2, 1).call("refuse_what_reads_alone", folder=str(tmp_path)):

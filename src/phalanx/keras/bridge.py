@@ -10,6 +10,8 @@ from typing import Any
 import keras
 
 from phalanx._src import compat
+from phalanx._src.checkpoint.checkpoint import writes_here
+from phalanx._src.cluster.watch import watch
 from phalanx._src.input.distributed import DistributedDataset
 from phalanx._src.programs.identity import IdentityMap
 from phalanx._src.strategies.base import Strategy, living_strategies, strategy_on
@@ -108,6 +110,17 @@ class _Models:
         with adopted.alone(model, method):
             return run(*args, **kwargs)
 
+    def save(self, owner: object, path: str, write: Callable[[], Any], read: Callable[[], Any]) -> Any:
+        """Saves a model: the chief of its strategy writes the file, and the other processes read along and wait for it."""
+        adopted = self._adopted.get(owner)
+        strategies = [adopted.strategy] if adopted else [] if isinstance(owner, keras.Model) else living_strategies()
+        topology = max((s.topology for s in strategies), key=lambda t: t.num_workers, default=None)
+        watchdog = None if topology is None or topology.num_workers == 1 else watch.own()
+        result = write() if topology is None or topology.is_chief else read()
+        if watchdog is not None:
+            watchdog.pass_save(path)
+        return result
+
     def _find(self, model: keras.Model, method: str, data: PyTree) -> _Adopted | None:
         """Returns the strategy and trainer that run a method of a model on some data; None for Keras's own trainer.
 
@@ -195,6 +208,7 @@ def _require_steps_of_keras(model: keras.Model, method: str) -> None:
 
 _models = _Models()
 compat.on_model(_models.note)
+compat.on_save(_models.save, writes_here)
 compat.take_over(_KINDS, _models.call)
 for _kind, _step in {
     "train": steps.train_as_keras,

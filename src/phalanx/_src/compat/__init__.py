@@ -33,6 +33,7 @@ from phalanx._src.compat.layouts import *  # noqa: E402
 from phalanx._src.compat.optimizers import *  # noqa: E402
 from phalanx._src.compat.recurrent import *  # noqa: E402
 from phalanx._src.compat.rows import *  # noqa: E402
+from phalanx._src.compat.saving import *  # noqa: E402
 from phalanx._src.compat.scope import *  # noqa: E402
 from phalanx._src.compat.seeds import *  # noqa: E402
 from phalanx._src.compat.stored import *  # noqa: E402

@@ -16,6 +16,7 @@ EXAMPLES = [
     messages.FailureReport("has ended by ValueError: no"),
     messages.PaceReport([[1, 2, 0.5, 1.0]]),
     messages.ComparisonAnswer(["argument", 0, [[[0], "float32[2]"], [[1], "float32[3]"]]]),
+    messages.SaveReport(3, "out/model.keras"),
     messages.VerdictReport("rank 1 is gone", is_loss=True, hint="look there"),
     messages.PointMessage("sync", {"hold": "why"}),
     messages.PairsMessage({"whose": [["127.0.0.1", 4000]]}),

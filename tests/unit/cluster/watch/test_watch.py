@@ -1,5 +1,7 @@
 """The watch: what it judges, and what each process is told and ends with. In most tests the time belongs to the test."""
 
+import contextlib
+import functools
 import json
 import os
 import re
@@ -311,6 +313,56 @@ def test_all_act_at_one_point(group, of, asking):
         three.look()
     assert [rank for rank, _ in sorted(acted)] == [0, 1, 2]
     assert len({point for _, point in acted}) == 1
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+def test_others_wait_for_the_file_of_the_first_process(group, is_before):
+    """Whoever comes first. A file that it has saved alone, under another name or after another step, does not count."""
+    two = group(2)
+    two.steps(2, 2)
+    two[0].pass_save("best.keras")
+    save = functools.partial(two[0].pass_save, "last.keras")
+    if is_before:
+        save()
+        two.look()
+    else:
+        two.at_first_sleep = lambda: (two.wait(30, 1), save(), two.look())
+    began_s = two.now_s
+    two[1].pass_save("last.keras")
+    assert two.now_s - began_s == pytest.approx(0 if is_before else 30, abs=0.1)
+    assert (two.statuses, two[1].operations.depth, two[1].operations.turn) == ({}, 0, 2)
+    two.steps(1, 1)
+    two.at_first_sleep = lambda: (two.wait(7), save(), two.look())
+    began_s = two.now_s
+    two[1].pass_save("last.keras")
+    assert two.now_s - began_s == pytest.approx(7, abs=0.1)
+
+
+@pytest.mark.parametrize("how", ["goes on", "waits", "ends", "dies"])
+def test_others_wait_no_longer_than_for_the_next_step(group, how):
+    """The first process has not saved, or under another name."""
+    two = group(2)
+    two.steps(2, 2)
+    two.at_first_sleep = {
+        "goes on": lambda: two.steps(1, 0),
+        "waits": lambda: (two[0].operations.begin(is_step=False), two.wait(8)),
+        "ends": lambda: (two[0].leave(), two.look()),
+        "dies": lambda: (setattr(two, "at_first_sleep", lambda: None), two.end(0), two.look()),
+    }[how]
+    began_s = two.now_s
+    with contextlib.suppress(Ended):
+        two[1].pass_save("last.keras")
+    assert two.now_s - began_s < 10
+    assert two[1].operations.depth == 0
+
+
+def test_a_save_that_does_not_end_is_named(group, said):
+    """After the time that any other collective operation has."""
+    two = group(2, stall_s=60.0)
+    two.steps(2, 2)
+    two.at_first_sleep = lambda: two.wait(90)
+    two[1].pass_save("last.keras")
+    assert said()[1][1].startswith(f"{place(0)} is stuck after step 2; {place(1)} has been waiting")
 
 
 def test_held_process_counts_as_waiting(group):

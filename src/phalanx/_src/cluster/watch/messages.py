@@ -60,6 +60,14 @@ class ComparisonAnswer:
 
 
 @dataclass(frozen=True)
+class SaveReport:
+    """Rank 0 has written the file `name` after its operation `turn`."""
+
+    turn: int
+    name: str
+
+
+@dataclass(frozen=True)
 class VerdictReport:
     """Rank 0 has judged that the group cannot continue. The fields are those of `Verdict`."""
 
@@ -85,7 +93,9 @@ class PairsMessage:
 
 MemberMessage: TypeAlias = SignOfLife | ProgressReport | ComparisonRequest | FailureReport
 """A message of a process about itself."""
-WatchMessage: TypeAlias = MemberMessage | PaceReport | ComparisonAnswer | VerdictReport | PointMessage | PairsMessage
+WatchMessage: TypeAlias = (
+    MemberMessage | PaceReport | ComparisonAnswer | SaveReport | VerdictReport | PointMessage | PairsMessage
+)
 
 _KINDS: dict[str, type[WatchMessage]] = {
     kind.__name__: kind
@@ -95,6 +105,7 @@ _KINDS: dict[str, type[WatchMessage]] = {
         FailureReport,
         PaceReport,
         ComparisonAnswer,
+        SaveReport,
         VerdictReport,
         PointMessage,
         PairsMessage,

@@ -2,6 +2,7 @@
 """The progress of this process, and how the others learn of it."""
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import final
@@ -27,12 +28,14 @@ class Operations:
       has_left: whether the program of this process has finished.
       is_told: whether SIGTERM caused that.
       has_lost_step: whether a step has failed, and this process waits for the reason.
+      saves: the last files that rank 0 has written, each after the turn of its number.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self.stopwatch = clock, Stopwatch()
         self.turn = self.step = self.depth = 0
         self.has_left = self.is_told = self.has_lost_step = False
+        self.saves: deque[tuple[int, str]] = deque(maxlen=100)
 
     def begin(self, *, is_step: bool) -> None:
         """Records the start of an operation that needs all processes. Calls may be nested."""

@@ -29,6 +29,7 @@ from phalanx._src.cluster.watch.messages import (
     PaceReport,
     PairsMessage,
     PointMessage,
+    SaveReport,
     VerdictReport,
     WatchMessage,
     from_json,
@@ -48,6 +49,7 @@ The caller or PHALANX_STALL_TIMEOUT_S can override it.
 
 _TICK_S = 1.0
 _JUDGE_S = 0.1
+_SAVE_S = 0.02
 _SIGNS = 6
 """Number of signs of life in the time after which a silent process counts as stuck."""
 
@@ -158,6 +160,19 @@ class Watch(threading.Thread):
             finally:
                 self._comparison.signature = None
                 self._connections.say(ComparisonRequest(None))
+
+    def pass_save(self, name: str) -> None:
+        """Tells the others on rank 0 that it has written a file. On any other rank, waits for that, or until rank 0 continues without it."""
+        chief, turn, now = self._members.by_rank[0], self.operations.turn, self._time.clock
+        if self.rank == 0:
+            self._reporter.report(SaveReport(turn, name))
+            return
+        with self.operations.waiting():
+            while (turn, name) not in self.operations.saves and self._departure.verdict is None:
+                # The chief may have saved alone before, or has another name for the file.
+                if chief.turn > turn or chief.is_waiting(0, now()) or self.others_have_left:
+                    break
+                self._time.sleep(_SAVE_S)
 
     def loss(self, wait_s: float = 0.0) -> str | None:
         """Returns the verdict text if a process has died, otherwise None. Waits up to `wait_s` seconds for a verdict."""
@@ -280,6 +295,8 @@ class Watch(threading.Thread):
                 self._departure.verdict = Verdict(text, is_loss, hint)
             case ComparisonAnswer():
                 self._comparison.answer(message.found_difference)
+            case SaveReport(turn, name):
+                self.operations.saves.append((turn, name))
             case PairsMessage(content):
                 self.pairs.hear(rank, content)
             case PointMessage(point, content):
