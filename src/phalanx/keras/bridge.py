@@ -13,6 +13,7 @@ from phalanx._src import compat
 from phalanx._src.checkpoint.checkpoint import writes_here
 from phalanx._src.cluster.watch import watch
 from phalanx._src.input.distributed import DistributedDataset
+from phalanx._src.mesh.arrays import spans_processes
 from phalanx._src.programs.identity import IdentityMap
 from phalanx._src.strategies.base import Strategy, living_strategies, strategy_on
 from phalanx._src.strategies.current import get_strategy
@@ -117,8 +118,10 @@ class _Models:
         topology = max((s.topology for s in strategies), key=lambda t: t.num_workers, default=None)
         watchdog = None if topology is None or topology.num_workers == 1 else watch.own()
         result = write() if topology is None or topology.is_chief else read()
-        if watchdog is not None:
-            watchdog.pass_save(path)
+        is_written = watchdog is None or watchdog.pass_save(path)
+        # A file of this process alone. To read sharded variables again would be a collective call.
+        if not is_written and not any(spans_processes(compat.raw_value(v)) for v in getattr(owner, "variables", ())):
+            return write()
         return result
 
     def _find(self, model: keras.Model, method: str, data: PyTree) -> _Adopted | None:

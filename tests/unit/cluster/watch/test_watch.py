@@ -328,13 +328,13 @@ def test_others_wait_for_the_file_of_the_first_process(group, is_before):
     else:
         two.at_first_sleep = lambda: (two.wait(30, 1), save(), two.look())
     began_s = two.now_s
-    two[1].pass_save("last.keras")
+    assert two[1].pass_save("last.keras")
     assert two.now_s - began_s == pytest.approx(0 if is_before else 30, abs=0.1)
     assert (two.statuses, two[1].operations.depth, two[1].operations.turn) == ({}, 0, 2)
     two.steps(1, 1)
     two.at_first_sleep = lambda: (two.wait(7), save(), two.look())
     began_s = two.now_s
-    two[1].pass_save("last.keras")
+    assert two[1].pass_save("last.keras")
     assert two.now_s - began_s == pytest.approx(7, abs=0.1)
 
 
@@ -351,7 +351,7 @@ def test_others_wait_no_longer_than_for_the_next_step(group, how):
     }[how]
     began_s = two.now_s
     with contextlib.suppress(Ended):
-        two[1].pass_save("last.keras")
+        assert not two[1].pass_save("last.keras")
     assert two.now_s - began_s < 10
     assert two[1].operations.depth == 0
 

@@ -161,18 +161,23 @@ class Watch(threading.Thread):
                 self._comparison.signature = None
                 self._connections.say(ComparisonRequest(None))
 
-    def pass_save(self, name: str) -> None:
-        """Tells the others on rank 0 that it has written a file. On any other rank, waits for that, or until rank 0 continues without it."""
+    def pass_save(self, name: str) -> bool:
+        """Tells the others on rank 0 that it has written a file. On any other rank, waits for that, or until rank 0 continues without it.
+
+        Returns:
+          Whether rank 0 has written the file.
+        """
         chief, turn, now = self._members.by_rank[0], self.operations.turn, self._time.clock
         if self.rank == 0:
             self._reporter.report(SaveReport(turn, name))
-            return
+            return True
         with self.operations.waiting():
             while (turn, name) not in self.operations.saves and self._departure.verdict is None:
                 # The chief may have saved alone before, or has another name for the file.
                 if chief.turn > turn or chief.is_waiting(0, now()) or self.others_have_left:
                     break
                 self._time.sleep(_SAVE_S)
+        return (turn, name) in self.operations.saves
 
     def loss(self, wait_s: float = 0.0) -> str | None:
         """Returns the verdict text if a process has died, otherwise None. Waits up to `wait_s` seconds for a verdict."""
