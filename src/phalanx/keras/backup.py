@@ -58,11 +58,16 @@ class FitProgress(AbstractPosition):
       logs: the results of its steps, once all of them are done.
       results: `logs` with those of the validation, once that is done too.
       called: how many callbacks have received the results.
+      last_logs: the results with what callbacks have added, such as the learning rate, once the backup has received them.
+      states: returns the states of the callbacks by their names, to save them.
+      restored: the states that were restored, until the callbacks have them. None if nothing was restored.
     """
 
     def __init__(self, data: Data, validation: Data | None, topology: Topology, settle: Callable[[], object]) -> None:
         self.topology, self.settle = topology, settle
         self._data, self._validation = data, validation
+        self.states: Callable[[], dict[str, Any]] = dict
+        self.restored: dict[str, Any] | None = None
         self._restored = 0  # Number of batches of the epoch that were done when a checkpoint was saved.
         self.begin(0)
 
@@ -71,17 +76,20 @@ class FitProgress(AbstractPosition):
         self.epoch, self.called = epoch, 0
         self.logs: dict[str, Any] | None = None
         self.results: dict[str, Any] | None = None
+        self.last_logs: dict[str, Any] | None = None
 
     def get_state(self) -> dict[str, Any]:
-        """Returns epoch, position in the data and the states of the global generators, from which shuffles draw."""
+        """Returns epoch, position in the data, the states of callbacks, and those of the global generators, from which shuffles draw."""
         # A program that is started again must not call the callbacks once more.
         epoch = self.epoch + (self.results is not None)
-        return {"epoch": epoch, "data": self._data.get_state(), "random": generators()}
+        return {"epoch": epoch, "data": self._data.get_state(), "random": generators(), "callbacks": self.states()}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Goes back to a state."""
         self.begin(state["epoch"])
         self._data.set_state(state["data"])
+        # Earlier versions have not saved them.
+        self.restored = {"random": state["random"], **state.get("callbacks", {})}
         self._restored = state["data"].get("done", 0)  # Parameter servers resume at the end of an epoch.
         set_generators(state["random"])
 
@@ -133,8 +141,10 @@ class BackupAndRestore(BatchCounter):
     """Saves the state of `fit` and, when the program is started again, continues at the same batch. May be created in any context.
 
     The state consists of the model, the optimizer and the metrics, the epoch, the position in the data and what decides its order: the
-    global generators of Python, NumPy, Keras and torch, and what a dataset has changed in itself. The program may be started again under another strategy, and with another number of processes. With several
-    processes, all save together, and the chief writes. The state of other callbacks is not saved.
+    global generators of Python, NumPy, Keras and torch, and what a dataset has changed in itself. It includes the state of the other callbacks:
+    what `get_state()` returns, if a callback also has `set_state(state)`, or else attributes that are numbers, text, arrays or containers of
+    these. What cannot be saved is named once. The program may be started again under another strategy, and with another number of processes. With
+    several processes, all save together, and the chief writes. `fit` calls this callback after all others, so that they have seen the last step.
 
     Args:
       backup_dir: folder for the backup, which all processes can read. Only one program may use it.
@@ -143,8 +153,7 @@ class BackupAndRestore(BatchCounter):
       save_every_s: time in seconds between two backups, instead of `save_freq`. None for no limit.
       delete_checkpoint: whether to delete the backup at the end of training.
       save_before_preemption: whether to save when a process receives SIGTERM. All processes then save after the same step and end
-        with exit code 42, so that `phalanx run --max-restarts 3` starts them again. `fit` must run in the main thread. It calls this
-        callback after all others, so that they see the last step.
+        with exit code 42, so that `phalanx run --max-restarts 3` starts them again. `fit` must run in the main thread.
 
     Raises:
       CheckpointError: this user may not write into the folder.
@@ -221,6 +230,8 @@ class BackupAndRestore(BatchCounter):
     @override
     def on_epoch_end(self, epoch: int, logs: PyTree = None) -> None:
         """Saves at the end of each epoch, with `save_freq="epoch"`, or if SIGTERM came during validation."""
+        assert self.progress is not None
+        self.progress.last_logs = logs
         if self._freq == "epoch" and not self._every_s:
             self._save()
         if self._handler is not None:

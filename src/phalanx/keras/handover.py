@@ -5,8 +5,9 @@ The state of a callback is what its `get_state` returns, or else all attributes 
 `on_train_begin`. What has not changed is the same in a process that has just started, or belongs to a process, such as its rank.
 """
 
+import copy
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -16,15 +17,19 @@ import keras
 import numpy as np
 from keras.callbacks import Callback, CallbackList
 
+from phalanx._src import compat
 from phalanx._src.checkpoint import text
+from phalanx._src.checkpoint.names import numbered
 from phalanx._src.elastic.training import Training
+from phalanx._src.input.order import set_generators
 from phalanx._src.input.wire import exchange_bytes
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.programs.identity import IdentityMap
 from phalanx.errors import InvalidArgumentError, listed, warn_of_slip
-from phalanx.keras.backup import FitProgress
+from phalanx.keras.backup import BackupAndRestore, FitProgress
 from phalanx.keras.callbacks import digest_of, has_state
 from phalanx.keras.data import EpochData
+from phalanx.keras.model_checkpoint import ModelCheckpoint
 from phalanx.typing import PyTree
 
 _OF_PROCESS = ("_model", "append", "append_header", "model", "params", "writer")
@@ -94,7 +99,21 @@ class Run:
         """Calls `on_epoch_begin`, unless the callbacks were already called for this epoch."""
         if self.training is None or self.training.begin_epoch(epoch):
             self._forget_total()
-            self.hooks.on_epoch_begin(epoch)
+            if self.progress.restored is not None and self.data.is_within_epoch:
+                self._repeat_beginning(epoch, self.progress.restored)
+            else:
+                self.hooks.on_epoch_begin(epoch)
+            self.progress.restored = None
+
+    def _repeat_beginning(self, epoch: int, restored: dict[str, Any]) -> None:
+        """Calls `on_epoch_begin` for an epoch that was saved after its beginning, whose effects the backup contains already."""
+        optimizer = self.hooks.model.optimizer
+        rate = np.asarray(getattr(optimizer, "learning_rate", 0.0))
+        self.hooks.on_epoch_begin(epoch)
+        if rate != np.asarray(getattr(optimizer, "learning_rate", 0.0)):
+            optimizer.learning_rate = rate
+        set_generators(restored["random"])
+        self._set_states()
 
     def _forget_total(self) -> None:
         """Makes progress bars show no total if an epoch may have other steps than the one before, as in a group that scales batches."""
@@ -134,6 +153,47 @@ class Run:
             if self.fresh.get(callback) is None:
                 self.fresh[callback] = _marks_of(callback)
 
+    def states(self) -> dict[str, Any]:
+        """Returns the states of all callbacks by their names, for a backup. What cannot be saved is named."""
+        model, results = self.hooks.model, self.progress.last_logs
+        states: dict[str, Any] = {}
+        for name, callback in self._by_name():
+            states[name] = _counters_of(callback, has_arrays=True, fresh=self.fresh.get(callback) or {})
+            _warn_of_unsent(
+                callback, states[name].pop("unsent"), "BackupAndRestore saves callbacks", "saved", "after a restart"
+            )
+        history, epoch = model.history, self.progress.epoch
+        # The history gets the results of an epoch after all other callbacks.
+        if results is not None and epoch not in history.epoch[-1:]:
+            logs = {key: [*history.history.get(key, []), value] for key, value in compat.to_python(results).items()}
+            values = {"epoch": [*history.epoch, epoch], "history": history.history | logs}
+            states["History"]["values"] = states["History"]["values"] | values
+        return states | {"is_over": results is not None and bool(model.stop_training)}
+
+    def restore_states(self) -> None:
+        """Sets the states that a backup has restored. Call it after `on_train_begin`, which resets callbacks."""
+        self.note_fresh()
+        self.progress.states = self.states
+        if self.progress.restored is not None:
+            self._set_states()
+            if self.progress.restored.get("is_over"):
+                self.epochs = self.progress.epoch
+
+    def _set_states(self) -> None:
+        restored = copy.deepcopy(self.progress.restored or {})
+        for name, callback in self._by_name():
+            if name in restored:
+                if isinstance(callback, ModelCheckpoint):
+                    restored[name]["values"].pop("best", None)  # Its own files have it.
+                _set_counters(callback, restored[name])
+
+    def _by_name(self) -> Iterator[tuple[str, Callback]]:
+        """Yields the callbacks that run here and whose states belong to a backup, with their classes and numbers as names."""
+        for callback, name in zip(self._all(), numbered(type(c).__name__ for c in self._all()), strict=True):
+            is_here = callback is self.hooks.model.history or _is_among(callback, self.hooks.callbacks)
+            if is_here and not isinstance(callback, (BackupAndRestore, keras.callbacks.BackupAndRestore)):
+                yield name, callback
+
     def share_counters(self, topology: Topology, *, has_arrays: bool = False) -> None:
         """Sends the counters of callbacks to all processes: those of the process that has the position, and of the chief's writers.
 
@@ -166,12 +226,9 @@ class Run:
                 continue
             counters = self._counters[str(i)]
             _set_counters(callback, counters)
-            if is_new and counters["unsent"] and not _is_built_in(callback):
-                warn_of_slip(
-                    f"This process has joined a training run, but {listed(counters['unsent'])} of {type(callback).__name__} cannot be sent "
-                    "to it, so the callback may act differently here.",
-                    "get_state(), which returns numbers, text, arrays or containers of these, and set_state(state), in the callback",
-                )
+            if is_new:
+                joined = "This process has joined a training run"
+                _warn_of_unsent(callback, counters["unsent"], joined, "sent to it", "here")
 
     def promote(self) -> None:
         """Adds the callbacks that only the chief runs, because this process has become the chief."""
@@ -212,6 +269,15 @@ def _has_row(callback: Callback, epoch: int) -> bool:
 
 def _is_among(callback: Callback, callbacks: Sequence[Callback]) -> bool:
     return any(callback is other for other in callbacks)
+
+
+def _warn_of_unsent(callback: Callback, names: list[str], event: str, how: str, where: str) -> None:
+    """Warns about attributes of a user's callback that another process does not get."""
+    if names and not _is_built_in(callback):
+        warn_of_slip(
+            f"{event}, but {listed(names)} of {type(callback).__name__} cannot be {how}, so the callback may act differently {where}.",
+            "get_state(), which returns numbers, text, arrays or containers of these, and set_state(state), in the callback",
+        )
 
 
 def _is_built_in(callback: Callback) -> bool:

@@ -132,6 +132,8 @@ class ModelTrainer:
                     training,
                     fresh,
                 )
+                if _any_of(hooks.callbacks, BackupAndRestore):
+                    run.restore_states()
                 self._training = training
                 try:
                     logs = self._epochs(run, interrupts) if training is None else self._elastic_epochs(run, interrupts)
@@ -490,8 +492,8 @@ class ModelTrainer:
 def _in_order(callbacks: Callbacks) -> list[keras.callbacks.Callback]:
     """Returns the callbacks of the user in the order in which they are called."""
     flat = [c for c in keras.tree.flatten(callbacks) if c is not None]
-    # This backup may end the program after a batch, so the other callbacks must be called first.
-    return sorted(flat, key=lambda c: isinstance(c, BackupAndRestore) and c.saves_before_preemption)
+    # A backup has the states of the other callbacks, and may end the program after a batch, so these must be called first.
+    return sorted(flat, key=lambda c: isinstance(c, BackupAndRestore))
 
 
 def _any_of(callbacks: Callbacks, kind: type) -> bool:

@@ -10,6 +10,7 @@ from twins import replicas
 
 from phalanx.errors import ContextError, InvalidArgumentError
 from phalanx.keras import BackupAndRestore
+from phalanx.keras.backup import FitProgress
 
 ROWS, BATCH, EPOCHS = 100, 8, 3
 STEPS = 13
@@ -142,7 +143,7 @@ def test_backups_by_time_follow_the_clock(tmp_path, strategy, seconds, number):
     """One after the first batch, and then as many batches later as take so long."""
     backup = BackupAndRestore(tmp_path, save_every_s=seconds)
     with pytest.raises(Stopped):
-        fit(made(strategy), backup, Stop(5))
+        fit(made(strategy), backup, Stop(6))  # The backup is called after the callback that stops.
     backup._manager.sync()
     assert list(tmp_path.glob(f"backup-{number}.safetensors"))
 
@@ -161,3 +162,34 @@ def test_fails_where_the_position_is_unknown(tmp_path):
 def test_wrong_arguments_are_refused(tmp_path, options):
     with pytest.raises(InvalidArgumentError, match=f"{next(iter(options))}="):
         BackupAndRestore(tmp_path, **options)
+
+
+def test_backup_without_states_of_callbacks_loads_as_before(tmp_path, strategy, monkeypatch):
+    """Earlier versions have saved none."""
+    logs, _ = uninterrupted(2)
+    get_state = FitProgress.get_state
+    monkeypatch.setattr(
+        FitProgress, "get_state", lambda self: {k: v for k, v in get_state(self).items() if k != "callbacks"}
+    )
+    with pytest.raises(Stopped):
+        fit(made(strategy), BackupAndRestore(tmp_path), Stop(STEPS + 4))
+    assert fit(made(strategy), BackupAndRestore(tmp_path)) == {1: logs[1], 2: logs[2]}
+
+
+def test_run_that_a_callback_has_ended_stays_at_its_end(tmp_path, strategy):
+    """It is saved with the epoch, and what callbacks do at the end is done again."""
+
+    class End(keras.callbacks.Callback):
+        ends = 0
+
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.stop_training = True
+
+        def on_train_end(self, logs=None):
+            End.ends += 1
+            if End.ends == 1:
+                raise Stopped
+
+    with pytest.raises(Stopped):
+        fit(made(strategy), BackupAndRestore(tmp_path), End())
+    assert (fit(made(strategy), BackupAndRestore(tmp_path), End()), End.ends) == ({}, 2)
