@@ -273,6 +273,66 @@ def test_calls_that_are_not_needed_are_removed():
     assert "    # Grow.\n    pass\n" in new
 
 
+@pytest.mark.parametrize(
+    "devices",
+    [
+        "cpu = tf.config.list_physical_devices('CPU')[0]\nset_devices(cpu, [Device()] * 2)",
+        "cpus = tf.config.experimental.list_physical_devices('CPU')\nset_devices(cpus[0], [Device(), Device()])",
+        "set_devices(tf.config.list_physical_devices('CPU')[0], logical_devices=[Device()] * 2)",
+    ],
+)
+def test_virtual_devices_need_only_their_number(devices):
+    """A list of the devices would start JAX before."""
+    for name, device in (
+        ("tf.config.set_logical_device_configuration", "tf.config.LogicalDeviceConfiguration"),
+        (
+            "tf.config.experimental.set_virtual_device_configuration",
+            "tf.config.experimental.VirtualDeviceConfiguration",
+        ),
+    ):
+        lines = devices.replace("set_devices", name).replace("Device()", f"{device}()")
+        assert migrated(f"{HEAD}{lines}\n") == ("import phalanx\nphalanx.set_virtual_cpu_devices(2)\n", [])
+
+
+def test_virtual_devices_that_come_too_late_are_marked():
+    """Something else uses the devices before. Parts of a GPU have no counterpart."""
+    call = "tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)\n"
+    lines = "cpu = tf.config.list_physical_devices('CPU')[0]\nprint(cpu)\n"
+    new, looks = migrated(HEAD + lines + call)
+    assert 'cpu = jax.devices("cpu")[0]\nprint(cpu)\n# phalanx: ' in new
+    assert [look.partition(". HINT")[0] for look in looks] == [
+        "4: tf.config.set_logical_device_configuration: it must run before anything uses the devices"
+    ]
+    new, looks = migrated(HEAD + lines + call.replace("Configuration()", "Configuration(memory_limit=9)"))
+    assert "a GPU cannot be divided" in looks[-1]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        "loss = tf.reduce_sum(each) * (1.0 / GLOBAL_BATCH_SIZE)",
+        "loss = 1 / self.batch_size * tf.math.reduce_sum(each)",
+        "loss = tf.reduce_sum(each) / tf.cast(GLOBAL_BATCH_SIZE, tf.float32)",
+        "loss = tf.reduce_sum(each)\n        loss = loss / float(batch)",
+        "loss = tf.reduce_sum(each)\n        loss /= GLOBAL_BATCH_SIZE",
+    ],
+)
+def test_sum_over_the_global_batch_in_a_train_step_is_marked(lines):
+    """Elsewhere it is right: Keras does not change what a function outside a train_step returns."""
+    names = "import tensorflow as tf\nstrategy = tf.distribute.get_strategy()\n"
+    method = f"    def train_step(self, each):\n        {lines}\n        return loss\n"
+    new, looks = migrated(f"{names}class M(tf.keras.Model):\n{method}")
+    (look,) = looks
+    assert "HINT: phalanx.nn.compute_average_loss(per_example)" in look
+    assert f"        # phalanx: {look.partition(': ')[2]}\n" in new
+    for other in (
+        f"class M(tf.keras.Model):\n{method.replace('train_step', 'compute_loss')}",
+        f"def outer(self):\n{method}",
+        "class M(tf.keras.Model):\n    def train_step(self, each):\n        return tf.reduce_sum(each) / 2.0 + tf.reduce_mean(each)\n",
+    ):
+        assert migrated(names + other)[1] == []
+
+
 def test_train_step_without_a_strategy_is_marked():
     _, looks = migrated(
         "from tensorflow import keras\nclass M(keras.Model):\n    def train_step(self, data):\n        pass\n"

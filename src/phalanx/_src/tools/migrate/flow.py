@@ -212,6 +212,61 @@ class ControlFlow(cst.CSTVisitor):
         if methods & {"train_step", "test_step"} and not self._has_strategy:
             hint = 'HINT: create the model in `with phalanx.OneDeviceStrategy("cpu:0").scope():`'
             self._look(node, "train_step", f"your own steps need a strategy. {hint}")
+        for function in node.body.body:
+            if isinstance(function, cst.FunctionDef) and function.name.value == "train_step":
+                sums = _GlobalSums(self._regions.path)
+                walk(function, sums)
+                for divided in sums.divided:
+                    hint = "HINT: phalanx.nn.compute_average_loss(per_example), or keras.ops.mean for keras.ops.sum"
+                    why = "in fit, a train_step computes the mean over the rows of its replica, not a sum over the global batch."
+                    self._look(divided, "train_step", f"{why} {hint}")
+
+
+@final
+class _GlobalSums(cst.CSTVisitor):
+    """Collects the operations in a function that divide a sum by the size of a batch."""
+
+    def __init__(self, path: Callable[[cst.BaseExpression], str]) -> None:
+        super().__init__()
+        self._path, self._names = path, set[str]()
+        self.divided: list[cst.CSTNode] = []
+
+    @override
+    def visit_Assign(self, node: cst.Assign) -> None:
+        if self._is_sum(node.value):
+            self._names |= {dotted(target.target) for target in node.targets} - {""}
+
+    @override
+    def visit_BinaryOperation(self, node: cst.BinaryOperation) -> None:
+        is_quotient = isinstance(node.operator, cst.Divide) and self._is_sum(node.left) and _is_size(node.right)
+        sides = (node.left, node.right), (node.right, node.left)
+        is_product = isinstance(node.operator, cst.Multiply)
+        if is_quotient or is_product and any(self._is_sum(one) and _is_inverse(other) for one, other in sides):
+            self.divided.append(node)
+
+    @override
+    def visit_AugAssign(self, node: cst.AugAssign) -> None:
+        divides = isinstance(node.operator, cst.DivideAssign) and _is_size(node.value)
+        multiplies = isinstance(node.operator, cst.MultiplyAssign) and _is_inverse(node.value)
+        if (divides or multiplies) and self._is_sum(node.target):
+            self.divided.append(node)
+
+    def _is_sum(self, node: cst.BaseExpression) -> bool:
+        is_call = isinstance(node, cst.Call) and self._path(node.func) in {"tf.reduce_sum", "tf.math.reduce_sum"}
+        return is_call or dotted(node) in self._names
+
+
+def _is_size(node: cst.BaseExpression) -> bool:
+    """Whether an expression is a number of rows that does not come from a batch, or such a number as a float."""
+    if isinstance(node, cst.Call) and len(node.args) in (1, 2):
+        return _is_size(node.args[0].value)
+    return "batch" in dotted(node).rpartition(".")[2].lower()
+
+
+def _is_inverse(node: cst.BaseExpression) -> bool:
+    if not isinstance(node, cst.BinaryOperation) or not isinstance(node.operator, cst.Divide):
+        return False
+    return isinstance(node.left, cst.BaseNumber) and _is_size(node.right)
 
 
 def _is_dataset(name: str, names: TensorNames) -> bool:

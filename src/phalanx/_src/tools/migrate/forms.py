@@ -97,6 +97,8 @@ def _logical_devices(call: cst.Call) -> cst.BaseExpression:
     """Virtual devices: their number is the length of a list, and the list is of one of two kinds."""
     configurations = _args(call, "device", "logical_devices").get("logical_devices")
     value = configurations.value if configurations is not None else None
+    if value is not None and "memory_limit" in source_of(value):
+        raise LookError("a GPU cannot be divided. HINT: phalanx.set_virtual_cpu_devices(2)")
     if isinstance(value, cst.List):
         return cst.parse_expression(f"phalanx.set_virtual_cpu_devices({len(value.elements)})")
     if isinstance(value, cst.BinaryOperation) and isinstance(value.left, cst.List) and len(value.left.elements) == 1:
@@ -122,9 +124,14 @@ def _print(call: cst.Call) -> cst.BaseExpression:
     return cst.parse_expression(f"jax.debug.print({', '.join([repr(' '.join(texts)), *arrays])})")
 
 
+VIRTUAL_DEVICES = (
+    "tf.config.experimental.set_virtual_device_configuration",
+    "tf.config.set_logical_device_configuration",
+)
+"""Names of functions that make several devices of the first argument."""
+
 FORMS: Mapping[str, Callable[[cst.Call], cst.BaseExpression]] = {
-    "tf.config.experimental.set_virtual_device_configuration": _logical_devices,
-    "tf.config.set_logical_device_configuration": _logical_devices,
+    **dict.fromkeys(VIRTUAL_DEVICES, _logical_devices),
     "tf.nn.avg_pool2d": _strided("keras.ops.average_pool", "ksize", "pool_size"),
     "tf.nn.conv2d": _strided("keras.ops.conv", "filters", "kernel"),
     "tf.nn.max_pool2d": _strided("keras.ops.max_pool", "ksize", "pool_size"),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Replaces the names of TensorFlow in a module, and marks the lines that a person must look at."""
 
+import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing_extensions import override
 
 from phalanx._src.tools.migrate.calls import MismatchError, as_function, in_parentheses, migrated, source_of
 from phalanx._src.tools.migrate.flow import ControlFlow
-from phalanx._src.tools.migrate.forms import FORMS, LookError
+from phalanx._src.tools.migrate.forms import FORMS, VIRTUAL_DEVICES, LookError
 from phalanx._src.tools.migrate.imports import MODULES, REMOVED
 from phalanx._src.tools.migrate.names import Reference, UsedNames, dotted
 from phalanx._src.tools.migrate.regions import Regions
@@ -80,6 +81,13 @@ class Transformer(cst.CSTTransformer):
         self._names, self._regions, self._flow = names, regions, flow
         self._table, self._report, self._layout = table, report, layout
         self._concerned = self._find_concerned()
+        self._unneeded: dict[int, str] = {}
+        """For each assignment of devices that only virtual devices are made of, the name in TensorFlow that lists them."""
+        self._late: set[int] = set()
+        """Calls that make virtual devices of such a name, but something else uses it too."""
+        self._replaced_whole: set[int] = set()
+        """Arguments of calls that make virtual devices, of which the new calls need only the number."""
+        self._find_devices()
         self._marks: list[list[str]] = []
         self._called: set[int] = set()
         self._dropped: set[int] = set()
@@ -99,7 +107,7 @@ class Transformer(cst.CSTTransformer):
             self._depth_in_tensorflow += 1
         for name, reason in self._flow.looks.get(id(node), []):
             self._look(node, name, reason)
-        return super().on_visit(node)
+        return id(node) not in {*self._unneeded, *self._replaced_whole} and super().on_visit(node)
 
     @override
     def on_leave(
@@ -107,6 +115,9 @@ class Transformer(cst.CSTTransformer):
     ) -> CSTNodeT | cst.RemovalSentinel | cst.FlattenSentinel[CSTNodeT]:
         if id(original_node) not in self._concerned:
             return updated_node
+        if id(original_node) in self._unneeded:
+            self._change(original_node, self._unneeded[id(original_node)], "nothing", "")
+            return REMOVED.deep_clone()  # type: ignore[return-value]
         left = super().on_leave(original_node, updated_node)
         if id(original_node) in self._regions.in_tensorflow:
             self._depth_in_tensorflow -= 1
@@ -129,6 +140,31 @@ class Transformer(cst.CSTTransformer):
                     concerned.add(id(around))
                     around = self._layout.parents.get(around)
         return concerned
+
+    def _find_devices(self) -> None:
+        """Looks at the calls that make virtual devices, and at the devices that they take."""
+        of_devices: dict[int, cst.Call] = {}
+        for call in self._layout.parents:
+            if isinstance(call, cst.Call) and (path := self._regions.path(call.func)) in VIRTUAL_DEVICES:
+                with contextlib.suppress(LookError):
+                    FORMS[path](call)
+                    values = [
+                        arg.value.left if isinstance(arg.value, cst.BinaryOperation) else arg.value for arg in call.args
+                    ]
+                    self._replaced_whole |= set(map(id, values))
+                    of_devices |= {id(_without_index(value)): call for value in values}
+        for node in self._layout.parents if of_devices else ():
+            value = _without_index(node.value) if isinstance(node, cst.Assign) else None
+            path = self._regions.path(value.func) if isinstance(value, cst.Call) else ""
+            if path.endswith("list_physical_devices") and isinstance(node, cst.Assign):
+                target = node.targets[0].target
+                scope = self._layout.scopes.get(target)
+                assignments = list(scope[target.value]) if scope and isinstance(target, cst.Name) else []
+                uses = [id(access.node) for assignment in assignments for access in assignment.references]
+                if len(assignments) == len(node.targets) and uses and all(use in of_devices for use in uses):
+                    self._unneeded[id(node)] = path
+                else:
+                    self._late |= {id(of_devices[use]) for use in uses if use in of_devices}
 
     # What is reported.
 
@@ -217,6 +253,12 @@ class Transformer(cst.CSTTransformer):
             raise LookError("its target is a pair without names. HINT: values, indices = keras.ops.top_k(x, k)")
         elif path in FORMS:
             new = FORMS[path](updated)
+            if id(original) in self._late:
+                self._look(
+                    original,
+                    path,
+                    "it must run before anything uses the devices. HINT: move it to the first line below the imports",
+                )
         elif rest or (row.kind == "expression" and row.is_open):
             new = updated.with_changes(func=self._name(original.func, reference, rows))
         else:
@@ -373,6 +415,10 @@ class Transformer(cst.CSTTransformer):
         )
         decorator = cst.Decorator(cst.parse_expression("phalanx.function"))
         return updated_node.with_changes(decorators=[*updated_node.decorators, decorator])
+
+
+def _without_index(node: cst.BaseExpression) -> cst.BaseExpression:
+    return node.value if isinstance(node, cst.Subscript) else node
 
 
 def _target_of(row: Row, new: cst.BaseExpression) -> str:
