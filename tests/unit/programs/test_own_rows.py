@@ -128,6 +128,15 @@ def test_replicas_that_send_something_else():
     ) as caught:
         strategy.run(lambda x: phalanx.get_replica_context().all_reduce("SUM", value(x)), args=(batch,))
     assert len(caught) == 1
+    assert "HINT: the same collective operations" in str(caught[0].message)
+
+
+@pytest.mark.parametrize("is_tiled", [False, True])
+def test_all_gather_of_jax_is_told_of_that_of_replicas(is_tiled):
+    strategy = strategy_with([3, 1, 2])
+    (batch,) = strategy.experimental_distribute_dataset([X[:12]])
+    with pytest.warns(SlipWarning, match=r"HINT: phalanx.get_replica_context\(\).all_gather\(x, axis=0\)"):
+        strategy.run(lambda x: jax.lax.all_gather(x, phalanx.REPLICA_AXIS, tiled=is_tiled).sum(), args=(batch,))
 
 
 @pytest.mark.filterwarnings("ignore::phalanx.errors.SlipWarning")

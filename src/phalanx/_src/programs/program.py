@@ -47,8 +47,7 @@ class Program:
 
     Attributes:
       strategy: the strategy whose devices the program runs on.
-      trains: whether the function applies an optimizer; or else whether replicas compute something from a batch without any
-        Keras variable, as a step does that takes and returns its state.
+      trains: whether the function applies an optimizer; or else whether replicas run a training step, see `Discovery.trains`.
       num_steps: the number of steps that the arguments are stacked for. None if they are not stacked.
     """
 
@@ -64,8 +63,8 @@ class Program:
         # An empty tuple for most programs, so that a call need not look for batches.
         self.draws = Draws(discovery.draws, arguments.streams) if discovery.draws else ()
         self.strategy = body.strategy
-        is_functional = bool(discovery.strategies) and not discovery.variables and any(arguments.sharded)
-        self.trains = bool(discovery.optimizers or discovery.updates) or is_functional
+        is_applied = bool(discovery.optimizers or discovery.updates)
+        self.trains = is_applied or bool(discovery.strategies) and discovery.trains(arguments.sharded)
         if self.trains and not membership.may_train():
             raise _refuse_alone(name)
         self.num_steps = next((run.steps for run in discovery.runs if run.steps is not None), None)

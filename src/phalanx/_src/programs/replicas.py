@@ -218,9 +218,10 @@ class _Run:
                 plan = self._plan(traces, sharded, whole)
                 return dataclasses.replace(traces[0], sizes=sizes(traces), plan=plan)
             except IndivisibleError as e:
+                hint = "the same collective operations for any number of rows, outside of loops and branches"
                 own_rows.warn_of_padding(
                     f"replicas with different numbers of rows exchange different arrays in a step: {e}",
-                    "the same collective operations for any number of rows, outside of loops and branches",
+                    "phalanx.get_replica_context().all_gather(x, axis=0)" if str(e).startswith("all_gather") else hint,
                 )
         # With a mask, the function may return something else.
         masked = own_rows.Gathered(self._call.shares, self._call.is_empty, is_padded=True)
@@ -260,7 +261,9 @@ class _Run:
     ) -> _ReplicaOutputs:
         """Runs one call for one replica."""
         shares = self._strategy.topology.shares
-        seeing = [*observers.of_replicas, *([shares] if shares.is_measured else [])] if discovery.optimizers else []
+        seeing = [*observers.of_replicas, *([shares] if shares.is_measured else [])]
+        if seeing and not discovery.trains([True] * len(sharded) + [False] * len(whole)):
+            seeing = []
         plan: own_rows.DividedProgram | None = discovery.plan
         inputs = own_rows.Inputs(state, sharded, whole)
         if plan is None and seeing:

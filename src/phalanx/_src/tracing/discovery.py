@@ -147,6 +147,29 @@ class Discovery(Notes):
             dims=[e.dim for e in entries],
         )
 
+    def trains(self, sharded: Sequence[bool]) -> bool:
+        """Returns whether the function is a training step.
+
+        It is if it applies an optimizer or assigns a trainable variable. Without any trainable variable, its state is among its
+        arguments: then it is one if it returns an array like a float that it takes, unless it takes no floats but batches.
+
+        Args:
+          sharded: for each argument, whether it differs between replicas, as batches do.
+        """
+        if self.optimizers or self.updates:
+            return True
+        if trainable := [w for v, w in zip(self.variables, self.written, strict=True) if v.trainable]:
+            return any(trainable)
+        arguments = zip(self.jaxpr.in_avals[len(self.inputs) :], sharded, strict=True)
+        state = {
+            (x.shape, x.dtype)
+            for x, is_sharded in arguments
+            if not is_sharded and jnp.issubdtype(x.dtype, jnp.floating)
+        }
+        # Results of replicas have a leading dim.
+        results = {(shape, x.dtype) for x in self.jaxpr.out_avals for shape in (x.shape, x.shape[1:])}
+        return bool(state & results) if state else any(sharded)
+
     def flat(self, values: Sequence[Any], parts: Sequence[Any], *args: PyTree) -> list[Any]:
         """Returns the flat inputs of the trace.
 

@@ -41,6 +41,25 @@ for _ in range(100):
     for batch in strategy.experimental_distribute_dataset(np.ones((64, 64), "float32"), batch_size=8):
         strategy.run(step, args=(batch,))
 """
+WITHOUT_OPTIMIZER = """
+import phalanx
+import numpy as np
+strategy = phalanx.MirroredStrategy(2)
+weights = strategy.replicate(np.ones((64, 64), "float32")).value
+with strategy.scope():
+    variable = phalanx.Variable(np.ones((64, 64), "float32"), aggregation="only_first_replica")
+def in_arguments(x, weights):
+    return phalanx.Mirrored(phalanx.get_replica_context().all_reduce("SUM", (x @ weights).T @ x))
+def in_a_variable(x):
+    variable.assign(in_arguments(x, variable.value).value)
+def outside(x):
+    return phalanx.get_replica_context().all_reduce("SUM", (x @ variable.value).T @ x)
+@phalanx.function
+def update_outside(x):
+    variable.assign(strategy.reduce("MEAN", strategy.run(outside, args=(x,)), axis=None))
+for _ in range(100):
+    for batch in strategy.experimental_distribute_dataset(np.ones((64, 64), "float32"), batch_size=8):
+"""
 MEASURED = Options(devices=2, processes=1, rounds=1, steps=10, timeout_s=600)
 
 
@@ -158,6 +177,24 @@ def test_arguments_for_the_number_of_devices(measured):
     assert [one.replicas for one in fixed.results] == [1]
     assert "the script uses 1 of them" in fixed.notes[0]
     assert "2 processes: each trains alone" in fixed.notes[1]
+
+
+@pytest.mark.cover(["call"], {"strategy.run(in_arguments, args=(batch, weights))"})
+@pytest.mark.parametrize(
+    "call", ["strategy.run(in_arguments, args=(batch, weights))", "strategy.run(in_a_variable, args=(batch,))"]
+)
+def test_loops_without_an_optimizer(measured, call):
+    """Their steps assign trainable variables, or return the state that they take."""
+    (found,) = measured(f"{WITHOUT_OPTIMIZER}        {call}\n", devices=2, steps=8).results[-1:]
+    assert (found.replicas, found.steps_per_s > 0) == (2, True)
+    assert found.rows_per_s == pytest.approx(8 * found.steps_per_s)
+
+
+@pytest.mark.exhaustive("test_bad_files_are_refused")
+def test_replicas_that_report_no_steps(measured):
+    """The state is updated outside the replicas."""
+    with pytest.raises(StartupError, match=r"have run 0 training steps in 15 calls(.|\n)*HINT: update the weights in"):
+        measured(f"{WITHOUT_OPTIMIZER}        update_outside(batch)\n")
 
 
 def test_parts_are_those_of_the_median_round():

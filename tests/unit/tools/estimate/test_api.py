@@ -279,6 +279,22 @@ def test_training_without_a_step():
         phalanx.estimate(train, ["cpu:1"])
 
 
+def test_loop_that_returns_its_state():
+    """It has no optimizer, and no variables."""
+
+    def train():
+        strategy = phalanx.MirroredStrategy(1)
+        weights = strategy.replicate(np.ones((64, 4), "float32")).value
+        for batch in strategy.experimental_distribute_dataset(np.ones((32, 64), "float32"), batch_size=16):
+            total = strategy.run(lambda x, w: (x @ w).sum(), args=(batch, weights))
+            weights = strategy.run(lambda x, w: phalanx.Mirrored(w * x.sum()), args=(batch, weights)).value
+        return total
+
+    (found,) = phalanx.estimate(train, ["cpu:1"])
+    assert found.rows_per_replica == 16
+    assert found.memory.arguments >= F32 * (64 * 4 + 16 * 64)
+
+
 def test_step_outside_strategies():
     """Plain Keras has no program for several devices."""
 

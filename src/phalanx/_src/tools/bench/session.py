@@ -185,12 +185,19 @@ def _run(script: Script, processes: int, devices: int, options: Options) -> list
             call, output = f"{script.target} with {in_words(processes, devices)}", (done.stdout + done.stderr).rstrip()
             if done.returncode == TOO_FEW:
                 what = f"it has not run {calls} training steps, {_WARM_UP} of them to warm up"
-                hint = "a longer run of fit or strategy.run, or a smaller phalanx bench --steps"
+                hint = "a longer run of fit or strategy.run, or a smaller phalanx bench --steps. A training step applies an optimizer, assigns a trainable variable, or returns the state that it takes"
             else:
                 what = f"it has failed with exit code {done.returncode}"
                 hint = f"phalanx run --workers {processes} --devices-per-worker {devices} {script.target}"
             raise _ScriptError(call, what, hint, output)
         moments = [Moments.from_json(json.loads(file.read_text())) for file in files]
+        if any(one.num_steps <= _first_step(moments[0]) for one in moments):
+            raise _ScriptError(
+                f"{script.target} with {in_words(processes, devices)}",
+                f"its replicas have run {min(one.num_steps for one in moments)} training steps in {calls} calls",
+                "update the weights in the function that strategy.run calls: assign them, or return them as phalanx.Mirrored",
+                (done.stdout + done.stderr).rstrip(),
+            )
         return sorted(moments, key=lambda one: one.rank)
 
 

@@ -201,7 +201,8 @@ def at_first_step(train: Callable[[], Any], use: Callable[[FirstStep], T]) -> T:
     if not first.results:
         raise TraceError(
             "phalanx.estimate of a function that runs no training step",
-            "no model of a strategy was trained by fit or by a step that applies an optimizer.",
+            "no model of a strategy was trained by fit, and strategy.run has called no step that applies an optimizer, assigns a "
+            "trainable variable, or returns the state that it takes.",
             "with phalanx.MirroredStrategy(1).scope(): around the code that creates the model",
         )
     return first.results[0]
