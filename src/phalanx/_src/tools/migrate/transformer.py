@@ -82,11 +82,10 @@ class Transformer(cst.CSTTransformer):
         self._table, self._report, self._layout = table, report, layout
         self._concerned = self._find_concerned()
         self._unneeded: dict[int, str] = {}
-        """For each assignment of devices that only virtual devices are made of, the name in TensorFlow that lists them."""
+        """For each assignment of devices that only virtual devices are made of, the name in TensorFlow that lists them. Empty for arguments
+        of calls that make them, of which the new calls need only the number."""
         self._late: set[int] = set()
         """Calls that make virtual devices of such a name, but something else uses it too."""
-        self._replaced_whole: set[int] = set()
-        """Arguments of calls that make virtual devices, of which the new calls need only the number."""
         self._find_devices()
         self._marks: list[list[str]] = []
         self._called: set[int] = set()
@@ -107,7 +106,7 @@ class Transformer(cst.CSTTransformer):
             self._depth_in_tensorflow += 1
         for name, reason in self._flow.looks.get(id(node), []):
             self._look(node, name, reason)
-        return id(node) not in {*self._unneeded, *self._replaced_whole} and super().on_visit(node)
+        return id(node) not in self._unneeded and super().on_visit(node)
 
     @override
     def on_leave(
@@ -115,8 +114,8 @@ class Transformer(cst.CSTTransformer):
     ) -> CSTNodeT | cst.RemovalSentinel | cst.FlattenSentinel[CSTNodeT]:
         if id(original_node) not in self._concerned:
             return updated_node
-        if id(original_node) in self._unneeded:
-            self._change(original_node, self._unneeded[id(original_node)], "nothing", "")
+        if path := self._unneeded.get(id(original_node)):
+            self._change(original_node, path, "nothing", "")
             return REMOVED.deep_clone()  # type: ignore[return-value]
         left = super().on_leave(original_node, updated_node)
         if id(original_node) in self._regions.in_tensorflow:
@@ -151,7 +150,7 @@ class Transformer(cst.CSTTransformer):
                     values = [
                         arg.value.left if isinstance(arg.value, cst.BinaryOperation) else arg.value for arg in call.args
                     ]
-                    self._replaced_whole |= set(map(id, values))
+                    self._unneeded |= dict.fromkeys(map(id, values), "")
                     of_devices |= {id(_without_index(value)): call for value in values}
         for node in self._layout.parents if of_devices else ():
             value = _without_index(node.value) if isinstance(node, cst.Assign) else None
