@@ -80,9 +80,9 @@ def test_stopped_fit_goes_on(strategy, tmp_path):
             with pytest.raises(RuntimeError, match="stopped"):
                 model.fit(X, NUMBERS, batch_size=BATCH, epochs=2, verbose=0, callbacks=[backup, Stop(after)])
     history = model.fit(X, NUMBERS, batch_size=BATCH, epochs=2, verbose=0, callbacks=[backup]).history
-    assert history["rows"] == [ROWS]
-    assert history["total"] == [NUMBERS.sum()]
-    assert len(history["loss"]) == 1
+    assert history["rows"] == [ROWS, ROWS]
+    assert history["total"] == [NUMBERS.sum()] * 2
+    assert len(history["loss"]) == 2
     assert int(model.optimizer.iterations.value) == 14
 
 
@@ -113,7 +113,7 @@ def test_dataset_function_makes_a_dataset_per_worker(strategy, tmp_path):
     with pytest.raises(RuntimeError, match="stopped"):
         model.fit(dataset_fn, callbacks=[phalanx.keras.BackupAndRestore(tmp_path), Stop(6)], **options)
     history = model.fit(dataset_fn, callbacks=[phalanx.keras.BackupAndRestore(tmp_path)], **options).history
-    assert history["rows"] == [16]
+    assert history["rows"] == [16, 16]
 
 
 def test_steps_outside_of_training_are_exact(strategy, model):

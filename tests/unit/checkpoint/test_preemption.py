@@ -354,8 +354,8 @@ def test_fit_goes_on_after_sigterm(tmp_path):
     resumed = fit("train", tmp_path / "undisturbed", tmp_path / "folder")
     assert resumed.returncode == 0, resumed.stderr
     undisturbed, resumed, is_default = map(json.loads, resumed.stdout.splitlines())
-    assert resumed == {"loss": undisturbed["loss"][1:], "weights": undisturbed["weights"]}
-    assert len(resumed["loss"]) == 2
+    assert resumed == {"loss": undisturbed["loss"], "weights": undisturbed["weights"]}
+    assert len(resumed["loss"]) == 3
     assert is_default
 
 

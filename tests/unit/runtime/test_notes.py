@@ -131,7 +131,7 @@ def test_resumed_fit_says_where(tmp_path, capsys, monkeypatch):
         model.fit(x, x, batch_size=2, epochs=3, verbose=0, callbacks=[backup, *callbacks])
 
     def stop(batch, logs):
-        if batch == 1:
+        if batch == 2:  # Before the backup, which is called last.
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
