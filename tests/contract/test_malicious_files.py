@@ -83,12 +83,15 @@ def results_of(folder, count):
 
 
 def test_malicious_files_are_data(folder):
-    """No reader ends its process, executes, writes elsewhere, or takes more memory than thrice the file and 200 MB."""
+    """No reader ends its process, executes, writes elsewhere, or takes more memory than thrice the file and 200 MB, but for libhdf5."""
     wrong, seen = [], []
     for result in results_of(folder, COUNT):
         seen.append(result["number"])
-        too_much = result["grown"] > 3 * result["size"] + 200e6
-        is_typed = result["kind"] in ("weights", "model") or result["said"].startswith(("read", "phalanx.errors"))
+        is_of_keras = result["kind"] in ("weights", "model")
+        # libhdf5 allocates the size that a chunk is said to have, as docs/security.md says of files that Keras reads.
+        is_refused = is_of_keras and "memory allocation failed" in result["said"]
+        too_much = result["grown"] > 3 * result["size"] + 200e6 and not is_refused
+        is_typed = is_of_keras or result["said"].startswith(("read", "phalanx.errors"))
         if result["said"].startswith("ended") or result["noted"] or too_much or not is_typed:
             wrong.append(result)
     assert seen == list(range(COUNT))
