@@ -120,6 +120,9 @@ def adds_up(update: Callable[..., Sequence[jax.Array]], state: Sequence[jax.Arra
     """
     try:
         few, many = (_traced(update, args, rows, state) for rows in (_FEW, _MANY))
+    except Exception:  # Its arguments are no rows, but for example one value per class.
+        return True
+    try:
         rows = [ROWS if v.aval.shape else CONSTANT for v in few.jaxpr.invars[len(state) :]]
         # What is linear in the state and in sums over rows may be computed from parts.
         return all(kind == SUM for kind in _followed(few, many, [SUM] * len(state) + rows))
