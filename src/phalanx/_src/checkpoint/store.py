@@ -2,7 +2,7 @@
 """Checkpoint files. Each is one file in the safetensors format, so that a checkpoint is there completely or not at all.
 
 The arrays are the tensors of the file. Everything else is JSON in the metadata of the file. The library safetensors
-exports. Checkpoints are written here, array by array, so that training continues meanwhile: the library
+exports. Checkpoints are written here, array by array, so that training continues in the meantime: the library
 copies all arrays into one buffer first, and holds Python's lock. The format is described at
 https://huggingface.co/docs/safetensors/index#format.
 

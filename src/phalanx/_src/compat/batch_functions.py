@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import keras
 
 from phalanx._src.compat.row_flow import CONSTANT, MEAN, ROWS, kind_of
+from phalanx._src.compat.scope import surrounding_scope
 from phalanx._src.typed_jax import shape_dtype
 from phalanx.typing import PyTree
 
@@ -33,6 +34,19 @@ def needs_all_rows(fn: Callable[..., Any], *args: PyTree, source: object, weight
         return source in _OF_OTHER_ROWS or _is_of_others(fn, args, shape)
     expected = MEAN if is_number else ROWS
     return kind_of(fn, *args) not in (expected, CONSTANT)
+
+
+def with_all_rows(fn: Callable[..., jax.Array], *args: PyTree, source: object) -> jax.Array:
+    """Calls a function of rows, in a step with the rows of all replicas if it needs them. `needs_all_rows` explains the arguments."""
+    scope = surrounding_scope()
+    if scope is None or not scope.share.is_part or scope.share.example_mask() is not None:
+        return fn(*args)
+    with scope.share.whole_batch(()):
+        is_of_all = needs_all_rows(fn, *args, source=source)
+    if not is_of_all:
+        return fn(*args)
+    with scope.share.whole_batch(args) as whole:
+        return fn(*whole)
 
 
 def shape_of(fn: Callable[..., Any], *args: PyTree) -> tuple[int, ...]:

@@ -120,7 +120,7 @@ def adds_up(update: Callable[..., Sequence[jax.Array]], state: Sequence[jax.Arra
     """
     try:
         few, many = (_traced(update, args, rows, state) for rows in (_FEW, _MANY))
-    except Exception:  # Its arguments are no rows, but for example one value per class.
+    except Exception:  # Its arguments are not rows, but for example one value per class.
         return True
     try:
         rows = [ROWS if v.aval.shape else CONSTANT for v in few.jaxpr.invars[len(state) :]]

@@ -20,7 +20,7 @@ from keras.src.losses import loss
 from keras.src.losses.losses import LossFunctionWrapper
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, MetricsList
 
-from phalanx._src.compat.batch_functions import needs_all_rows, shape_of
+from phalanx._src.compat.batch_functions import needs_all_rows, shape_of, with_all_rows
 from phalanx._src.compat.hooks import extend
 from phalanx._src.compat.row_flow import adds_up
 from phalanx._src.compat.scope import AbstractBatchShare, surrounding_scope
@@ -240,15 +240,7 @@ def _own_call(
     original: Callable[..., jax.Array], self: keras.losses.Loss, *args: PyTree, **kwargs: PyTree
 ) -> jax.Array:
     """Gives a loss class with a `__call__` of its own the rows of all replicas if it needs them."""
-    scope = surrounding_scope()
-    if scope is None or not scope.share.is_part or scope.share.example_mask() is not None:
-        return original(self, *args, **kwargs)
-    with scope.share.whole_batch(()):
-        is_of_all = needs_all_rows(lambda x, named: original(self, *x, **named), args, kwargs, source=type(self))
-    if not is_of_all:
-        return original(self, *args, **kwargs)
-    with scope.share.whole_batch((args, kwargs)) as (values, named):
-        return original(self, *values, **named)
+    return with_all_rows(lambda values, named: original(self, *values, **named), args, kwargs, source=type(self))
 
 
 def _init_loss_class(cls: type, **kwargs: PyTree) -> None:

@@ -63,7 +63,7 @@ class AbstractLiftScope(keras.StatelessScope, ABC):
     @property
     @abstractmethod
     def share(self) -> "AbstractBatchShare":
-        """What the replica that is traced has of a batch."""
+        """The share of a batch of the replica that is traced."""
 
     @property
     @abstractmethod
@@ -76,7 +76,7 @@ class AbstractLiftScope(keras.StatelessScope, ABC):
 
 
 class AbstractBatchShare(ABC):
-    """What a replica has of a batch, and what it must know of the rows of the others. `phalanx._src.tracing` has the implementation."""
+    """The share that a replica has of a batch, with all that it must know of the rows of the others. `phalanx._src.tracing` has the implementation."""
 
     @abstractmethod
     def example_mask(self) -> jax.Array | None:

@@ -35,11 +35,11 @@ from keras.src.trainers.trainer import Trainer as _Trainer
 from keras.src.utils.python_utils import is_default as _is_default
 from keras.src.utils.python_utils import pythonify_logs as _pythonify_logs
 
-from phalanx._src.compat.batch_functions import needs_all_rows
+from phalanx._src.compat.batch_functions import with_all_rows
 from phalanx._src.compat.frozen import train_unfrozen
 from phalanx._src.compat.hooks import extend
 from phalanx._src.compat.optimizers import build_optimizer
-from phalanx._src.compat.scope import lift_scope, surrounding_scope
+from phalanx._src.compat.scope import lift_scope
 from phalanx.errors import InvalidArgumentError, MissingDependencyError, shown
 from phalanx.typing import PyTree
 
@@ -329,16 +329,9 @@ def compute_loss(
         loss: jax.Array = model._compute_loss(x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=training)
         return loss
 
-    arguments, scope = (x, y, y_pred, sample_weight), surrounding_scope()
-    is_own = type(model).compute_loss is not keras.Model.compute_loss
-    if not is_own or scope is None or not scope.share.is_part or scope.share.example_mask() is not None:
-        return loss_of(*arguments)
-    with scope.share.whole_batch(()):
-        is_of_all = needs_all_rows(loss_of, *arguments, source=type(model))
-    if not is_of_all:
-        return loss_of(*arguments)
-    with scope.share.whole_batch(arguments) as whole:
-        return loss_of(*whole)
+    if type(model).compute_loss is keras.Model.compute_loss:
+        return loss_of(x, y, y_pred, sample_weight)
+    return with_all_rows(loss_of, x, y, y_pred, sample_weight, source=type(model))
 
 
 def _require_targets(model: keras.Model, y: PyTree) -> None:

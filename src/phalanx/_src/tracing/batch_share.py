@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the replica that is traced has of a batch, for the losses and metrics of Keras."""
+"""The share of a batch of the replica that is traced, for the losses and metrics of Keras."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

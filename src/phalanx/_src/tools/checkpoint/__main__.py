@@ -54,16 +54,14 @@ def ls(folder: str) -> int:
 def show(path: str) -> int:
     """Prints the contents of a checkpoint. Returns the exit code."""
     reader = load_checkpoint(path)
-    dtypes, total = reader.get_variable_to_dtype_map(), 0
+    dtypes, sizes = reader.get_variable_to_dtype_map(), _sizes(reader)
     rows = []
     for name, shape in sorted(reader.get_variable_to_shape_map().items(), key=lambda item: _order(item[0])):
-        size = math.prod(shape) * dtypes[name].itemsize
-        total += size
-        rows.append((name, str(tuple(shape)), str(dtypes[name]), _size(size)))
+        rows.append((name, str(tuple(shape)), str(dtypes[name]), _size(sizes[name])))
     for name, value in reader.values.items():
         rows.append((name, "", type(value).__name__, _short(value)))
     print_table(("name", "shape", "dtype", "size"), rows)
-    print(f"{len(dtypes)} arrays, {_size(total)}")
+    print(f"{len(dtypes)} arrays, {_size(sum(sizes.values()))}")
     return 0
 
 
@@ -122,8 +120,8 @@ def _export_arrays(call: str, reader: CheckpointReader, file: Path, name: str, l
         raise CheckpointError(
             f"{call} --object {name}", f"it contains only {', '.join(known)}.", f"--object {known[0]}"
         )
-    shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
-    sizes = {n: math.prod(shapes[n]) * dtypes[n].itemsize for n in names}
+    sizes_of_all = _sizes(reader)
+    sizes = {n: sizes_of_all[n] for n in names}
     groups = _groups(sizes, largest) if file.suffix == ".safetensors" else [names]
     if len(groups) == 1:
         export_arrays(file, {n: reader.get_tensor(n) for n in names})
@@ -172,7 +170,7 @@ def _export_model(call: str, path: str, reader: CheckpointReader, file: Path, na
         # Traced, a model of any size takes no memory. Its variables must fit the file before they are made.
         variables = jax.eval_shape(lambda: [v.value for v in keras.models.model_from_json(models[chosen]).variables])
         size = sum(math.prod(v.shape) * v.dtype.itemsize for v in variables)
-        if size > _bytes_of(reader):
+        if size > sum(_sizes(reader).values()):
             raise ValueError(f"its variables would have {_size(size)}, more than the file has")
         model = keras.models.model_from_json(models[chosen])
     except Exception as e:
@@ -185,9 +183,10 @@ def _export_model(call: str, path: str, reader: CheckpointReader, file: Path, na
     model.save(file)
 
 
-def _bytes_of(reader: CheckpointReader) -> int:
+def _sizes(reader: CheckpointReader) -> dict[str, int]:
+    """Returns the bytes of each array, by name."""
     shapes, dtypes = reader.get_variable_to_shape_map(), reader.get_variable_to_dtype_map()
-    return sum(math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items())
+    return {name: math.prod(shape) * dtypes[name].itemsize for name, shape in shapes.items()}
 
 
 _MISSING = object()
