@@ -58,7 +58,14 @@ def _torch(network: VirtualNetwork, name: str, steps: int) -> float:
     python = str(peers.interpreter("torch", peers.TORCH))
     address = f"{network.addresses[0]}:{_PORT}"
     command = [python, "-m", "benchmarks.slow_link_torch", name, f"{steps}"]
-    return steps / _seconds(network, lambda rank: [*command, f"{rank}", address], lambda rank: {"OMP_NUM_THREADS": "1"})
+
+    def environment(rank: int) -> dict[str, str]:
+        # gloo looks up the name of this machine otherwise, which may be an address of loopback. A machine and its end of the cable
+        # have one name.
+        *_, end_of_cable, _ = network.command(rank, ["true"])
+        return {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": end_of_cable}
+
+    return steps / _seconds(network, lambda rank: [*command, f"{rank}", address], environment)
 
 
 def _seconds(
