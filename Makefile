@@ -152,7 +152,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 # Without KerasHub's dependencies, but for those that it imports: TensorFlow would be a gigabyte, and no model needs it.
 .venv-hub/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv-hub
-	.venv-hub/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[cli,data]" pytest
+	.venv-hub/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[data]" pytest
 	.venv-hub/bin/python -m pip install --quiet --disable-pip-version-check --no-deps keras-hub==0.32.0 regex==2026.11.19 sentencepiece==0.2.3 tokenizers==0.23.3
 	touch $@
 

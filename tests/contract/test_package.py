@@ -157,6 +157,14 @@ def test_versions_and_extras_are_the_same_everywhere():
     }
     for text in PROJECT["dependencies"]:
         assert f"`{text}`" in page
+    # pip only warns of an extra that does not exist.
+    paths = [ROOT / "README.md", ROOT / "Makefile", *ROOT.glob("docs/**/*.md"), *ROOT.glob(".github/**/*.yml")]
+    named = [
+        re.findall(r"pip.* install\b.*[\".]\.?(?:phalanx|whl)?\[([a-z,]+)]", path.read_text(encoding="utf-8"))
+        for path in paths
+    ]
+    extras = {extra for texts in named for text in texts for extra in text.split(",")}
+    assert {"demo", "migrate", "ps", "test"} <= extras <= PROJECT["optional-dependencies"].keys()
 
 
 @pytest.mark.exhaustive("make check, which checks types of the whole package")
