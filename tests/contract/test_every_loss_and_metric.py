@@ -301,6 +301,32 @@ def test_labels_that_no_sample_has(count):
     np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-6)
 
 
+@jax.custom_vjp
+def centered_gradient(y, p):
+    """An error per row. Its gradient is centered over the batch, as in losses that normalize what they send back."""
+    return keras.ops.mean(keras.ops.square(y - p), axis=-1)
+
+
+centered_gradient.defvjp(
+    lambda y, p: (centered_gradient(y, p), p - y),
+    lambda error, g: (None, g[:, None] * (error - keras.ops.mean(error, axis=0))),
+)
+
+
+def test_gradients_that_need_all_rows():
+    """What a loss says of its own gradient counts as what it computes."""
+    x = np.random.default_rng(0).normal(size=(19, 4)).astype("float32")
+    results = []
+    for scope in (phalanx.MirroredStrategy([f"cpu:{i}" for i in range(3)]).scope, contextlib.nullcontext):
+        keras.utils.set_random_seed(0)
+        with scope():
+            model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+            model.compile(keras.optimizers.SGD(0.1), centered_gradient)
+        history = model.fit(x, np.sin(x[:, :2]), batch_size=8, epochs=2, shuffle=False, verbose=0).history
+        results.append([*history["loss"], *np.ravel(model.get_weights()[0])])
+    np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-6)
+
+
 OWN_LOSSES = {
     "sum": lambda x, y, each: keras.ops.sum(each) / 8,
     "ratio": lambda x, y, each: keras.ops.sum(each) / keras.ops.sum(keras.ops.abs(x)),

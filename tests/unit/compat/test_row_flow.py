@@ -64,6 +64,9 @@ PER_ROW = {
 }
 
 MEANS = {
+    "hinge": (lambda y, p: jnp.mean(jax.nn.relu(1.0 - y * p)), Y, P),
+    "softplus": (lambda y, p: jnp.mean(jax.nn.softplus(p) - y * p) * 3.0, Y, P),
+    "silu of a logit": (lambda y, p: jnp.mean(jax.nn.silu(jax.nn.log_softmax(p)) * y), Y, P),
     "a loss of Keras with a penalty": (
         lambda y, p: ops.sum([keras.losses.MeanSquaredError()(y, p), ops.sum(WEIGHTS)]),
         Y,
@@ -141,6 +144,41 @@ MIXED = {
     "an integer division": (lambda y, p: jax.lax.div(ops.sum(ops.cast(p, "int32")), y.shape[0]), Y, P),
     "rows in the second place": (lambda y, p: ops.transpose(p), Y, P),
 }
+
+
+def with_gradient(value, gradient):
+    """A function of two arrays with a gradient of its own for the second one, given what comes back, and both."""
+    fn = jax.custom_vjp(value)
+    fn.defvjp(lambda y, p: (value(y, p), (y, p)), lambda rest, g: (jnp.zeros_like(rest[0]), gradient(g, *rest)))
+    return fn
+
+
+def column(g):
+    return g[:, None]
+
+
+OWN_GRADIENTS = {
+    "clipped in its row": (errors, lambda g, y, p: column(g) * jnp.clip(p - y, -1, 1), ROWS),
+    "by the mean of what comes back": (errors, lambda g, y, p: jnp.mean(g) * (p - y), None),
+    "centered": (errors, lambda g, y, p: column(g) * (p - p.mean(0)), None),
+    "mean": (lambda y, p: errors(y, p).mean(), lambda g, y, p: g * (p - y) / p.size, MEAN),
+    "mean with the gradient of a sum": (lambda y, p: errors(y, p).mean(), lambda g, y, p: g * (p - y), None),
+    "mean with the norm of all": (
+        lambda y, p: errors(y, p).mean(),
+        lambda g, y, p: g * (p - y) / jnp.linalg.norm(p - y),
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", OWN_GRADIENTS)
+def test_gradients_that_a_function_defines(case):
+    """What a function returns per row may have a gradient that depends on all rows."""
+    value, gradient, kind = OWN_GRADIENTS[case]
+    fn = with_gradient(value, gradient)
+    assert kind_of(value, Y, P) in (ROWS, MEAN)
+    for each in (fn, jax.jit(fn), lambda y, p: fn(y, jax.nn.relu(p)) * 2.0):
+        assert (kind_of(each, Y, P) if kind else kind_of(each, Y, P).name) == (kind or "mixed")
 
 
 @pytest.mark.parametrize("case", PER_ROW)

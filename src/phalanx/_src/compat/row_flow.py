@@ -105,6 +105,8 @@ def kind_of(fn: Callable[..., Any], *args: PyTree) -> Flow:
         (kind,) = _followed(few, many, kinds)
         if kind == ROWS and _dim(*(_shape(each.jaxpr.outvars[0]) for each in (few, many))) != 0:
             return _MIXED
+        if kind != CONSTANT and _has_own_gradient(few.jaxpr) and not _is_gradient_of_rows(fn, args):
+            return _MIXED
     except Exception:  # It wants another number of rows, or reads values. Nobody knows what it does with them.
         return _MIXED
     return MEAN if kind == _SHIFTED_MEAN else kind
@@ -128,6 +130,40 @@ def adds_up(update: Callable[..., Sequence[jax.Array]], state: Sequence[jax.Arra
         return all(kind == SUM for kind in _followed(few, many, [SUM] * len(state) + rows))
     except Exception:  # See `kind_of`.
         return False
+
+
+def _has_own_gradient(jaxpr: jex.Jaxpr) -> bool:
+    """Whether a trace calls a function that says itself what its gradient is."""
+    return any(
+        eqn.primitive.name.startswith(("custom_jvp", "custom_vjp"))
+        or (eqn.primitive.name in _CALLS and _has_own_gradient(_inner(eqn).jaxpr))
+        for eqn in jaxpr.eqns
+    )
+
+
+def _is_gradient_of_rows(fn: Callable[..., Any], args: PyTree) -> bool:
+    """Whether the gradient for each row depends on that row alone, and is divided by the number of rows if the function is a mean."""
+    leaves, tree = jax.tree.flatten(args)
+    has_gradient = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves]
+
+    def gradient(leaves: list[jax.Array], cotangent: jax.Array) -> list[jax.Array]:
+        def of(differentiated: list[jax.Array]) -> jax.Array:
+            rest = iter(differentiated)
+            mixed = [next(rest) if has else x for has, x in zip(has_gradient, leaves, strict=True)]
+            result: jax.Array = fn(*jax.tree.unflatten(tree, mixed))
+            return result
+
+        value, pull = jax.vjp(of, [x for has, x in zip(has_gradient, leaves, strict=True) if has])
+        gradients: list[jax.Array] = pull(cotangent.astype(value.dtype))[0]
+        return gradients
+
+    with keras.StatelessScope():
+        value = jax.eval_shape(fn, *args)
+    few, many = (_traced(gradient, (leaves, value), rows) for rows in (_FEW, _MANY))
+    # What the number of rows has multiplied, a mean divides by it.
+    kinds = [ROWS if v.aval.shape else CONSTANT for v in few.jaxpr.invars[:-1]]
+    kinds.append(ROWS if value.shape else Flow("constant", 2.0))
+    return all(kind in (ROWS, CONSTANT) for kind in _followed(few, many, kinds))
 
 
 def _traced(
