@@ -9,7 +9,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers
-from twins import CLASSES, FIT, ROWS, WEIGHTS, X, Y, compiled, replicas, same, same_fit, under
+from twins import CLASSES, FIT, SHORT, WEIGHTS, X, Y, compiled, replicas, same, same_fit, under
 
 import phalanx
 from phalanx.errors import InvalidArgumentError
@@ -17,6 +17,7 @@ from phalanx.errors import InvalidArgumentError
 pytestmark = pytest.mark.slow
 
 RANDOM = np.random.RandomState(11)
+X, Y, WEIGHTS = X[:SHORT], Y[:SHORT], WEIGHTS[:SHORT]
 ACCURACY = {"metrics": ["accuracy"], "weighted_metrics": ["accuracy"]}
 
 
@@ -40,7 +41,7 @@ ACCURACY = {"metrics": ["accuracy"], "weighted_metrics": ["accuracy"]}
 )
 def test_training_equals_keras_on_one_device(count, k, given):
     """History, weights, optimizer, metrics and predictions, for any replicas and steps in one program."""
-    ours, theirs = same_fit(replicas(count), compiled(steps_per_execution=k, **ACCURACY), **given)
+    ours, theirs = same_fit(replicas(count), compiled(steps_per_execution=k, **ACCURACY), X, Y, **given)
     weights = given.get("sample_weight")
     same(*(m.evaluate(X, Y, sample_weight=weights, verbose=0) for m in (ours, theirs)))
     same(*(m.predict(X, verbose=0) for m in (ours, theirs)))
@@ -51,21 +52,21 @@ def test_training_equals_keras_on_one_device(count, k, given):
 def test_reductions_of_losses(loss):
     made = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction=loss)
     how = compiled(loss=made, optimizer=lambda: keras.optimizers.SGD(0.02))
-    same_fit(replicas(3), how, sample_weight=WEIGHTS)
+    same_fit(replicas(3), how, X, Y, sample_weight=WEIGHTS)
 
 
 def test_targets_of_sequences():
     """A loss for each time step, with weights of the steps. Masked steps count neither in the loss nor in the metrics."""
     how = {"weighted_metrics": ["accuracy"]}
     dense = compiled(lambda: keras.Sequential([layers.Input((4, 3)), layers.Dense(CLASSES)]), **how)
-    rows, weights = (RANDOM.rand(ROWS, 4, *shape).astype("float32") for shape in ((3,), ()))
-    same_fit(replicas(3), dense, rows, RANDOM.randint(0, CLASSES, (ROWS, 4)), sample_weight=weights)
+    rows, weights = (RANDOM.rand(SHORT, 4, *shape).astype("float32") for shape in ((3,), ()))
+    same_fit(replicas(3), dense, rows, RANDOM.randint(0, CLASSES, (SHORT, 4)), sample_weight=weights)
 
     def masked():
         inner = [layers.Embedding(5, 3, mask_zero=True), layers.Dense(3, activation="tanh")]
         return keras.Sequential([layers.Input((4,)), *inner, layers.Dense(CLASSES)])
 
-    words = RANDOM.randint(0, 5, (ROWS, 4))
+    words = RANDOM.randint(0, 5, (SHORT, 4))
     words[:, 0] = 1
     same_fit(replicas(3), compiled(masked, **how), words, words % CLASSES)
 

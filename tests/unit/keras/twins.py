@@ -5,12 +5,13 @@ import numpy as np
 
 import phalanx
 
-ROWS, BATCH, CLASSES = 103, 16, 3
+ROWS, SHORT, BATCH, CLASSES = 112, 103, 16, 3
 RANDOM = np.random.RandomState(7)
 X = RANDOM.rand(ROWS, 5).astype("float32")
 Y = X[:, :CLASSES].argmax(1)
 WEIGHTS = RANDOM.rand(ROWS).astype("float32")
-# Seven batches, the last one of seven rows.
+# Seven batches. Of the first SHORT rows, the last one has seven rows: both twins compile a second program for it, so that only
+# tests of such batches take them.
 FIT = {"batch_size": BATCH, "shuffle": False, "verbose": 0}
 
 
