@@ -280,9 +280,7 @@ def _values_in(folder: str, metric_name: str, min_steps: int) -> Values:
         if step >= min_steps:
             if metric_name not in metrics:
                 raise InvalidArgumentError(
-                    f"metric_name={metric_name!r}",
-                    f"the evaluations have {sorted(metrics)}.",
-                    'metric_name="loss"',
+                    f"metric_name={metric_name!r}", f"the evaluations have {sorted(metrics)}.", 'metric_name="loss"'
                 )
             values.append((step, metrics[metric_name]))
     return values

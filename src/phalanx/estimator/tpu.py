@@ -241,9 +241,7 @@ class TPUEstimator(Estimator):
         # tf.estimator reserves the key as well: a silent replacement would train with another size than the user gave.
         if params is not None and _BATCH_SIZE in params:
             raise InvalidArgumentError(
-                f"params={shown(params)}",
-                "TPUEstimator sets the batch size.",
-                "TPUEstimator(train_batch_size=64)",
+                f"params={shown(params)}", "TPUEstimator sets the batch size.", "TPUEstimator(train_batch_size=64)"
             )
         # With use_tpu=False the same program runs on CPUs and GPUs, which is how TPU programs are usually tested.
         if use_tpu:

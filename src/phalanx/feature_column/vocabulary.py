@@ -150,11 +150,7 @@ def _oov_of(key: str, size: int, default_value: object, num_oov_buckets: object)
 
 
 def categorical_column_with_vocabulary_list(
-    key: str,
-    vocabulary_list: Sequence[Any],
-    dtype: PyTree = None,
-    default_value: int = -1,
-    num_oov_buckets: int = 0,
+    key: str, vocabulary_list: Sequence[Any], dtype: PyTree = None, default_value: int = -1, num_oov_buckets: int = 0
 ) -> VocabularyListColumn:
     """Returns a column of words, whose ids are their places in a list. May be called in any context.
 

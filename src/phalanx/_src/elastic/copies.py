@@ -119,13 +119,7 @@ class Copier:
         return _changes.count != self._known
 
     def copy(
-        self,
-        step: int,
-        stage: list[int],
-        position: dict[str, Any],
-        topology: Topology,
-        *,
-        is_lenient: bool = False,
+        self, step: int, stage: list[int], position: dict[str, Any], topology: Topology, *, is_lenient: bool = False
     ) -> Copy | None:
         """Returns a copy of all variables of this process. None if a variable has no value that this process knows alone.
 

@@ -24,11 +24,7 @@ from phalanx._src.runtime.observers import observers
 from phalanx._src.tracing import context
 from phalanx._src.tracing.draws import Draws
 from phalanx._src.tracing.records import EITHER_WAY, defaults, deliver, noting_questions, recording_key
-from phalanx._src.tracing.structure import (
-    Arguments,
-    refuse_outer_trace,
-    require_alive,
-)
+from phalanx._src.tracing.structure import Arguments, refuse_outer_trace, require_alive
 from phalanx._src.typed_jax import block_until_ready, shape_dtype
 from phalanx.errors import ContextError
 from phalanx.errors.deferred import failures, raise_deferred

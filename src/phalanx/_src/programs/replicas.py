@@ -16,10 +16,7 @@ from jax.sharding import PartitionSpec
 
 from phalanx._src.compat import dtype_of, is_new
 from phalanx._src.mesh.layout import REPLICA_AXIS
-from phalanx._src.mesh.values import (
-    ComponentSizes,
-    PerReplica,
-)
+from phalanx._src.mesh.values import ComponentSizes, PerReplica
 from phalanx._src.programs import explain, gathering, own_rows
 from phalanx._src.programs.gathering import GatheredLater
 from phalanx._src.programs.replica_call import ReplicaCall

@@ -46,11 +46,7 @@ class State:
     """
 
     def __init__(
-        self,
-        variables: Sequence[Variable],
-        written: Sequence[bool],
-        topology: Topology,
-        storage: Topology,
+        self, variables: Sequence[Variable], written: Sequence[bool], topology: Topology, storage: Topology
     ) -> None:
         self._storage, self._is_lent = storage, storage is not topology
         self._order = list(written)

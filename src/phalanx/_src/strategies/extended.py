@@ -13,14 +13,7 @@ from phalanx._src import compat
 from phalanx._src.collectives import primitives
 from phalanx._src.collectives.cross_device import check_destinations, checked_options, checked_pairs
 from phalanx._src.mesh.devices import device_name
-from phalanx._src.mesh.values import (
-    DistributedValues,
-    Mirrored,
-    ReplicaLocal,
-    differs,
-    is_equal_everywhere,
-    unwrapped,
-)
+from phalanx._src.mesh.values import DistributedValues, Mirrored, ReplicaLocal, differs, is_equal_everywhere, unwrapped
 from phalanx._src.options import CommunicationOptions, ReduceOp
 from phalanx._src.programs.explain import explained
 from phalanx._src.strategies.reduction import check_components, reduce_leaf

@@ -10,14 +10,7 @@ import keras
 
 from phalanx._src.collectives import primitives
 from phalanx._src.collectives.cross_device import CrossDeviceOps
-from phalanx._src.mesh.values import (
-    DistributedValues,
-    Mirrored,
-    PerReplica,
-    differs,
-    flatten,
-    map_leaves,
-)
+from phalanx._src.mesh.values import DistributedValues, Mirrored, PerReplica, differs, flatten, map_leaves
 from phalanx._src.options import ReduceOp
 from phalanx._src.programs.replicas import trace_run
 from phalanx._src.programs.slots import components_of

@@ -53,10 +53,7 @@ class ReplicaContext:
     """
 
     def __init__(
-        self,
-        strategy: AbstractStrategy,
-        replica_id_in_sync_group: Any,
-        batches: tuple[ReplicaRows, ...] = (),
+        self, strategy: AbstractStrategy, replica_id_in_sync_group: Any, batches: tuple[ReplicaRows, ...] = ()
     ) -> None:
         check_strategy("strategy", strategy, "phalanx.get_replica_context()")
         is_id = isinstance(replica_id_in_sync_group, jax.Array) and not replica_id_in_sync_group.shape

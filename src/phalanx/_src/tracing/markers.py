@@ -153,15 +153,7 @@ def connected(jaxpr: Jaxpr) -> list[tuple[bool, ...]]:
     return flags
 
 
-CALLS = (
-    "jit",
-    "pjit",
-    "closed_call",
-    "core_call",
-    "checkpoint",
-    "remat2",
-    "remat",
-)
+CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "remat")
 """Primitives with one inner jaxpr, whose inputs and outputs correspond one to one to those of the primitive."""
 
 

@@ -164,11 +164,7 @@ class LiftScope(VariableScope):
             self._update(each.variables, values)
 
     def _defer_gradients(
-        self,
-        strategy: AbstractStrategy,
-        optimizer: keras.optimizers.Optimizer,
-        grads: Sequence[Any],
-        variables: Any,
+        self, strategy: AbstractStrategy, optimizer: keras.optimizers.Optimizer, grads: Sequence[Any], variables: Any
     ) -> None:
         """Aggregates gradients, and defers the update of their variables."""
         if compat.store() is not None:

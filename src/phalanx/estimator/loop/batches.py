@@ -32,10 +32,7 @@ def check_input_fn(input_fn: object) -> None:
 
 
 def dataset_of(
-    input_fn: InputFn,
-    values: Mapping[str, Any],
-    columns: Sequence[Any],
-    labels_fn: Callable[[PyTree], PyTree] | None,
+    input_fn: InputFn, values: Mapping[str, Any], columns: Sequence[Any], labels_fn: Callable[[PyTree], PyTree] | None
 ) -> "Batches":
     """Calls an input function.
 

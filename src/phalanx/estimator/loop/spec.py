@@ -119,9 +119,7 @@ class EstimatorSpec:
         for name in needed[self.mode]:
             if getattr(self, name) is None:
                 raise InvalidArgumentError(
-                    f"EstimatorSpec(mode={self.mode!r}) without {name}",
-                    f"the mode needs {name}.",
-                    _HINTS[name],
+                    f"EstimatorSpec(mode={self.mode!r}) without {name}", f"the mode needs {name}.", _HINTS[name]
                 )
         if self.predictions is not None:
             _check_predictions(self.predictions)

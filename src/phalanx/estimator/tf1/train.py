@@ -187,11 +187,7 @@ def exponential_decay(
 
 
 def polynomial_decay(
-    learning_rate: float,
-    global_step: Count,
-    decay_steps: int,
-    end_learning_rate: float = 0.0001,
-    power: float = 1.0,
+    learning_rate: float, global_step: Count, decay_steps: int, end_learning_rate: float = 0.0001, power: float = 1.0
 ) -> jax.Array:
     """Returns a learning rate that decays to `end_learning_rate`. Call it in a model function.
 

@@ -31,10 +31,7 @@ class Strangers:
     """
 
     def __init__(
-        self,
-        port: str,
-        tell: Callable[[str], None] | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        self, port: str, tell: Callable[[str], None] | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._port, self._tell, self._clock = port, tell or write_line, clock
         self.places: set[str] = set()

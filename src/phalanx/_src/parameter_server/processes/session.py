@@ -222,10 +222,7 @@ def _num_cpus() -> int:
 def token_variables(folder: str, token: str) -> dict[str, str]:
     """Returns variables with which Ray's processes find their token, which an earlier start may have put into their folder."""
     path = os.path.join(folder, "token")
-    with (
-        suppress(FileExistsError),
-        os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file,
-    ):
+    with suppress(FileExistsError), os.fdopen(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
         file.write(token)
     return {"RAY_AUTH_TOKEN_PATH": path}
 

@@ -61,14 +61,7 @@ class ReplaceableWorker:
     """
 
     def __init__(
-        self,
-        index: int,
-        cluster: RayCluster,
-        servers: Servers,
-        *,
-        timeout_s: float,
-        waits: bool,
-        queue: ClosureQueue,
+        self, index: int, cluster: RayCluster, servers: Servers, *, timeout_s: float, waits: bool, queue: ClosureQueue
     ) -> None:
         self._ray, self._cluster, self._servers = load_ray(), cluster, servers
         self._timeout_s, self._waits, self._queue = timeout_s, waits, queue
@@ -252,8 +245,7 @@ class ReplaceableWorker:
             self.state = WorkerState.LOST
             if why is not None and not self._queue.is_stopped:
                 _log.warning(
-                    "worker:%d was lost. A new worker starts in its place and runs its steps again.",
-                    self.pusher.worker,
+                    "worker:%d was lost. A new worker starts in its place and runs its steps again.", self.pusher.worker
                 )
 
 
