@@ -26,6 +26,7 @@ from phalanx._src.cluster.resolvers.launchers import lone_task
 from phalanx._src.cluster.resolvers.slurm import SlurmClusterResolver, step_of
 from phalanx._src.cluster.spec import ClusterSpec, Task, addresses_of_workers, host_and_port, id_in_cluster, is_chief
 from phalanx._src.cluster.watch import membership, verdict, watch
+from phalanx._src.cluster.watch.meeting import Generation
 from phalanx._src.runtime import coordination
 from phalanx._src.runtime.streams import filtered
 from phalanx._src.typed_jax import set_config
@@ -90,7 +91,7 @@ def start(resolver: ClusterResolver, timeout_s: float | None = None, stall_timeo
         _exchange_first(watchdog, roll, coordination.find_devices())
 
 
-def enter(generation: membership.Generation, stall_timeout_s: float | None = None) -> None:
+def enter(generation: Generation, stall_timeout_s: float | None = None) -> None:
     """Makes this process a member of a generation of an elastic group. JAX must not have used its devices since `leave`.
 
     Args:
@@ -331,10 +332,7 @@ def ends_by(handler: object) -> bool:
 
 
 def _end_at_once(
-    show: Callable[..., Any],
-    kind: type[BaseException],
-    error: BaseException,
-    where: TracebackType | None,
+    show: Callable[..., Any], kind: type[BaseException], error: BaseException, where: TracebackType | None
 ) -> None:
     """Exits immediately after an uncaught error. Other processes may wait for this one in the middle of a step."""
     show(kind, error, where)

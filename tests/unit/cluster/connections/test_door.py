@@ -8,13 +8,14 @@ import threading
 import pytest
 from tests.waiting import wait_until
 
-from phalanx._src.cluster.connections.door import Door, Entrance
+from phalanx._src.cluster.connections.door import Door, Entrance, MeetingPlace
 from phalanx._src.cluster.connections.listener import listen
 from phalanx._src.cluster.connections.ports import HeldPort
 from phalanx._src.cluster.connections.secret import Secret
 from phalanx.errors import StartupError
 
 OURS, THEIRS = Secret("a secret of the cluster"), Secret("a secret of another one")
+PLACE = MeetingPlace("there", "")
 DEADLINE_S = 60.0
 
 
@@ -44,10 +45,10 @@ def test_members_learn_where_to_meet(address):
     with contextlib.closing(Door(address, OURS, 2)) as door:
         wait_until(lambda: door.names == ["worker:0"])
         assert door.is_local
-        door.tell({"place": "there"})
+        door.tell(PLACE)
         with first() as one:
             with entering(address, "ps:0")() as other:
-                assert one.message == other.message == {"place": "there"}
+                assert one.message == other.message == PLACE
                 assert sorted(door.names) == ["ps:0", "worker:0"]
                 assert one.is_open(0.01)
             wait_until(lambda: door.names == ["worker:0"])
@@ -58,7 +59,7 @@ def test_members_learn_where_to_meet(address):
 def test_another_secret_does_not_open_the_door(address):
     """Neither does garbage; both are no members."""
     with contextlib.closing(Door(address, OURS, 2)) as door:
-        door.tell({"place": "there"})
+        door.tell(PLACE)
         assert "has another secret" in str(entering(address, "worker:0", THEIRS)())
         host, port = address.split(":")
         with socket.create_connection((host, int(port)), 60) as stranger:

@@ -50,7 +50,7 @@ def test_client_with_the_secret(listener, address):
     """Its hello arrives, and both ends may then say what they like."""
     peer = enters(listener, address)
     assert peer.hello == HELLO
-    peer.connection.close()
+    peer.close()
 
 
 def test_client_with_another_secret(listener, address):
@@ -89,7 +89,7 @@ def test_server_that_was_recorded(listener, address):
         other.sendall(answer)
         (peer,) = listener.accepted(DEADLINE_S)
         proof = read_line(other, time.monotonic() + DEADLINE_S)
-        peer.connection.close()
+        peer.close()
     ours, theirs = answering(json.dumps({"nonce": nonce}).encode() + b"\n" + proof)
     with ours, theirs, pytest.raises(StartupError, match="has another secret"):
         handshake(ours, SECRET, HELLO, DEADLINE_S)
@@ -136,7 +136,7 @@ def test_proof_of_another_connection(listener, address):
         assert listener.refused == 1
         first.sendall(overheard)
         (peer,) = listener.accepted(DEADLINE_S)
-        peer.connection.close()
+        peer.close()
 
 
 @pytest.mark.parametrize(
@@ -164,7 +164,7 @@ def test_garbage_is_closed(listener, address, said):
             assert listener.accepted(0.05) == []
             assert time.monotonic() < deadline
             is_closed = not listener._pending
-    enters(listener, address).connection.close()
+    enters(listener, address).close()
 
 
 def test_hello_in_pieces(listener, address):
@@ -176,7 +176,7 @@ def test_hello_in_pieces(listener, address):
         assert listener.accepted(DEADLINE_S) == []
         peer.sendall(whole[20:])
         (found,) = listener.accepted(DEADLINE_S)
-        found.connection.close()
+        found.close()
 
 
 def test_silent_connections_are_closed_in_time(listener, address, monkeypatch):
@@ -202,7 +202,7 @@ def test_crowd_of_silent_connections(listener, address):
             listener.accepted(0)
         assert len(listener._pending) > 200
         assert len(listener._pending) <= 256
-        enters(listener, address).connection.close()
+        enters(listener, address).close()
     finally:
         for pending in crowd:
             pending.close()

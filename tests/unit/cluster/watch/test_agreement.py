@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from phalanx._src.cluster.watch.agreement import Difference, compare, shortened
+from phalanx._src.cluster.connections.messages import decoded, encoded
+from phalanx._src.cluster.watch.agreement import compare, shortened
+from phalanx._src.cluster.watch.messages import WATCH_MESSAGES, ComparisonAnswer
 
 EQUAL = {"argument": ["float32[2]", "int32[]"], "operation": ["add", "mul"]}
 
@@ -26,7 +28,7 @@ def test_first_difference_is_named(other, said):
     """The first part that differs is named, with the ranks that have the same; a difference survives JSON."""
     difference = compare({0: EQUAL, 1: {**EQUAL, **other}, 2: EQUAL})
     assert str(difference) == said
-    assert str(Difference(*json.loads(json.dumps(difference.as_list())))) == said
+    assert decoded(encoded(ComparisonAnswer(difference)), WATCH_MESSAGES) == ComparisonAnswer(difference)
 
 
 def test_few_groups_are_shown():

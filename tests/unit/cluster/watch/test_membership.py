@@ -5,7 +5,7 @@ import json
 import pytest
 
 from phalanx._src.cluster.watch import membership
-from phalanx._src.cluster.watch.membership import Generation
+from phalanx._src.cluster.watch.meeting import Generation
 
 
 @pytest.fixture(autouse=True)

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import pytest
 
 from phalanx._src.cluster.connections.listener import listen
-from phalanx._src.cluster.watch.pairs import Pairs
+from phalanx._src.cluster.watch.pairs import Pairs, PairsAnswer, PairsQuestion
 
 pytestmark = pytest.mark.slow
 
@@ -34,18 +34,18 @@ class Group:
             )
         )
         stack.callback(self.process.kill)
-        self.ends = [["127.0.0.1", int(word)] for word in self.process.stdout.readline().split()]
+        self.ends = [("127.0.0.1", int(word)) for word in self.process.stdout.readline().split()]
         self.accepted = [stack.enter_context(self.server.accept()[0]) for _ in range(connections)]
         say = lambda message, rank: self.said.append((message, rank))  # noqa: E731
         self.pairs = Pairs(0, 3, say, self.told.append, lambda: self.now_s)
         self.pairs.open("127.0.0.1", [self.port])
 
     def answer(self, rank, ends, reaches):
-        self.pairs.hear(rank, {"mine": ends, "reaches": reaches, "rank": rank, "to": 0})
+        self.pairs.hear(PairsAnswer(rank, 0, tuple(ends), reaches))
 
     def at(self, end):
         """This process's end of the connection that has this other end."""
-        return next(each for each in self.accepted if list(each.getpeername()) == end)
+        return next(each for each in self.accepted if each.getpeername() == end)
 
 
 @pytest.fixture
@@ -62,7 +62,7 @@ def test_connection_that_nobody_claims_ends(group):
     found.pairs.look()
     (question, rank), *_ = found.said
     assert rank is None
-    assert sorted(map(list, question["whose"])) == sorted(found.ends)
+    assert sorted(question.ends) == sorted(found.ends)
     mine, strange = found.ends
     found.answer(1, [mine], 1)
     assert not found.told
@@ -109,13 +109,13 @@ def test_questions_go_through_rank_0(group):
     found = group(1)
     with socket.create_connection(("127.0.0.1", found.port)) as own:
         found.server.accept()[0].close()
-        end, place = list(own.getsockname()), ["127.0.0.1", found.port]
-        question = {"whose": [end, ["127.0.0.1", 1]], "at": [place], "rank": 1}
-        found.pairs.hear(1, question)
+        end, place = own.getsockname(), ("127.0.0.1", found.port)
+        question = PairsQuestion(1, (end, ("127.0.0.1", 1)), (place,))
+        found.pairs.hear(question)
         assert found.said[0] == (question, None)
-        assert found.said[1] == ({"mine": [tuple(end)], "reaches": 1, "rank": 0, "to": 1}, 1)
-    answer = {"mine": [], "reaches": 0, "rank": 2, "to": 1}
-    found.pairs.hear(2, answer)
+        assert found.said[1] == (PairsAnswer(0, 1, (end,), 1), 1)
+    answer = PairsAnswer(2, 1, (), 0)
+    found.pairs.hear(answer)
     assert found.said[-1] == (answer, 1)
 
 
@@ -127,10 +127,10 @@ def test_each_of_three_is_asked(group):
     pairs.open("127.0.0.1", [found.port])
     pairs.look()
     pairs.look()
-    assert said[0][0]["rank"] == 1
-    pairs.hear(0, {"mine": [], "reaches": 0, "rank": 0, "to": 1})
+    assert said[0][0].asker == 1
+    pairs.hear(PairsAnswer(0, 1, (), 0))
     assert not told
-    pairs.hear(0, {"mine": found.ends, "reaches": 1, "rank": 2, "to": 1})
+    pairs.hear(PairsAnswer(2, 1, tuple(found.ends), 1))
     assert not told
     assert pairs.strangers == []
 

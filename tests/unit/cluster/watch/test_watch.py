@@ -16,12 +16,13 @@ import threading
 import pytest
 from tests.waiting import wait_until
 
-from phalanx._src.cluster.connections.listener import MessageStream, encoded
+from phalanx._src.cluster.connections.listener import Connection
+from phalanx._src.cluster.connections.messages import SignOfLife, encoded
 from phalanx._src.cluster.connections.ports import descriptors_at
 from phalanx._src.cluster.watch import departure, verdict
 from phalanx._src.cluster.watch import watch as watch_module
 from phalanx._src.cluster.watch.departure import WatchTime
-from phalanx._src.cluster.watch.messages import SignOfLife
+from phalanx._src.cluster.watch.messages import WATCH_MESSAGES, SaveReport
 from phalanx._src.cluster.watch.verdict import SIGTERM, Member, judge_presence, judge_progress
 from phalanx._src.cluster.watch.watch import Watch
 from phalanx._src.launch.plan import free_ports
@@ -209,7 +210,7 @@ class Group:
         """A process ends, however: the kernel closes its connections."""
         self.turns.pop(rank).close()
         for line in self.watches[rank]._connections.streams.values():
-            line.connection.close()
+            line.close()
 
     def steps(self, *counts, inside=()):
         """Each process takes so many steps, and those `inside` begin one more."""
@@ -707,8 +708,8 @@ def connected():
 
 
 def heard_from(line):
-    select.select([line.connection], [], [], DEADLINE_S)
-    return line.hear()
+    select.select([line], [], [], DEADLINE_S)
+    return line.hear(WATCH_MESSAGES)
 
 
 def heard_to_the_end(line):
@@ -732,34 +733,44 @@ def test_connections_at_a_port_are_found(connected):
 
 def test_reset_connection_is_heard_as_closed(connected):
     """A process that dies with unread data resets its connections; what it had said is lost with it."""
-    other, line = connected[0], MessageStream(connected[1])
-    other.sendall(b'{"step": 1}\n{"st')
-    assert heard_from(line) == ([{"step": 1}], True)
+    other, line = connected[0], Connection(connected[1])
+    other.sendall(encoded(SaveReport(1, "")) + b'{"st')
+    assert heard_from(line) == ([SaveReport(1, "")], True)
     other.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     other.close()
     assert heard_from(line) == ([], False)
     line.hang_up()
 
 
+@pytest.mark.parametrize(
+    "said", [b"GET / HTTP/1.1\n", b"[]\n", b"[" * 60_000 + b"\n", b'{"turn": ' + b"9" * 5000 + b"}\n"]
+)
+def test_connection_that_carries_something_else_is_over(connected, said):
+    """What had arrived before it does not count: nobody knows who says it."""
+    other, line = connected[0], Connection(connected[1])
+    other.sendall(encoded(SaveReport(1, "")) + said)
+    assert heard_to_the_end(line) == []
+
+
 def test_last_word_arrives(connected):
     """The last messages of a process arrive, even if it closes the connection with unread messages."""
-    leaving, staying = map(MessageStream, connected)
+    leaving, staying = map(Connection, connected)
     for _ in range(20):
         for sender, reader in ((leaving, staying), (staying, leaving)):
-            sender.send(encoded({"step": 1}))
+            sender.say(SaveReport(1, ""))
             heard_from(reader)
-    staying.send(encoded({"step": 2}))
-    select.select([leaving.connection], [], [], DEADLINE_S)
+    staying.say(SaveReport(2, ""))
+    select.select([leaving], [], [], DEADLINE_S)
     for step in (3, 4, 5):
-        leaving.send(encoded({"step": step}))
-    leaving.connection.close()
-    assert heard_to_the_end(staying) == [{"step": 3}, {"step": 4}, {"step": 5}]
+        leaving.say(SaveReport(step, ""))
+    leaving.close()
+    assert heard_to_the_end(staying) == [SaveReport(3, ""), SaveReport(4, ""), SaveReport(5, "")]
 
 
 def test_an_older_report_does_not_undo_that_a_process_has_left():
     """The thread that reports each tick says nothing older than what `leave` has said, however late it comes to run."""
     own, others = pair()
-    watch, heard = Watch(["127.0.0.1:1", "127.0.0.1:2"], 1, {0: own}, 60.0), MessageStream(others)
+    watch, heard = Watch(["127.0.0.1:1", "127.0.0.1:2"], 1, {0: own}, 60.0), Connection(others)
     is_between, may_go_on = threading.Event(), threading.Event()
     say = watch._connections.say
 
@@ -779,5 +790,5 @@ def test_an_older_report_does_not_undo_that_a_process_has_left():
     for thread in (reporting, leaving):
         thread.join(DEADLINE_S)
     own.close()
-    assert [message["has_left"] for message in heard_to_the_end(heard)] == [False, True]
+    assert [message.has_left for message in heard_to_the_end(heard)] == [False, True]
     others.close()

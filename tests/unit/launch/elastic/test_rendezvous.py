@@ -11,6 +11,7 @@ import pytest
 from tests.waiting import wait_until
 
 from phalanx._src.cluster.connections.secret import TOKEN, new_token
+from phalanx._src.cluster.watch.meeting import Accusation
 from phalanx._src.cluster.watch.membership import MEMBER, MOST, RENDEZVOUS, Membership
 from phalanx._src.launch.elastic.messages import LauncherReport, environment_of
 from phalanx._src.launch.elastic.remote_rendezvous import RemoteRendezvous
@@ -77,7 +78,7 @@ def meeting(member, progress=(0,), call=0, variables=""):
 
 
 def hang_up(member):
-    member._connection.shutdown(2)
+    member._connection.socket.shutdown(2)
 
 
 @pytest.fixture
@@ -210,7 +211,7 @@ def test_accused_process_is_killed(hall):
     found.meet(members)
     meeting(third)
     found.until_ready(6)
-    first._say({"accuses": [0], "generation": 9, "why": "none"})
+    first._say(Accusation((0,), 9, "none"))
     first.accuse([2, 1], "it stands still")
     wait_until(lambda: found.killed)
     assert found.killed == [(5, "it stands still")]
@@ -284,7 +285,7 @@ def test_message_that_cannot_be_understood(hall):
     found = hall(1)
     (first,) = members = found.members(0)
     found.meet(members)
-    first._say({"ready": 3})
+    first._connection.say(b'{"kind": "Readiness", "call": 3}\n')
     wait_until(lambda: found.killed)
     assert found.killed[0][1].startswith("the rendezvous has failed: TypeError(")
 
@@ -343,7 +344,7 @@ def test_first_generation_waits_for_all_machines(second_machine):
     assert not found.report().members
     assert post.report(LauncherReport((1,), 1)).gone is None
     # Its kernel notices a machine that disappears.
-    assert post._connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+    assert post._connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
     other = Membership(found.rendezvous.address, 1)
     (generation,) = found.meet([other])
     assert (waiting().rank, generation.rank, generation.size) == (0, 1, 2)

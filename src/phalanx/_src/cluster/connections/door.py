@@ -7,27 +7,23 @@ end tells it that the chief has ended. Uses the standard library only.
 
 import selectors
 import threading
-import time
 from typing import Self, final
 
 from phalanx._src.cluster.connections.hosts import is_loopback
-from phalanx._src.cluster.connections.listener import (
-    RETRY_S,
-    Connection,
-    Listener,
-    Message,
-    expect_answers,
-    handshake,
-    parsed,
-    reach,
-    read_line,
-)
-from phalanx._src.cluster.connections.ports import Socket, cut, hosts_of
+from phalanx._src.cluster.connections.listener import Connection, Listener, enter, expect_answers
+from phalanx._src.cluster.connections.messages import Message
+from phalanx._src.cluster.connections.ports import hosts_of
 from phalanx._src.cluster.connections.secret import Secret
 from phalanx.errors import StartupError
 
-_HELLO_S = 5.0
 _TURN_S = 0.2
+
+
+class MeetingPlace(Message):
+    """The address of Ray, and the salt from which each member derives the token. Empty if Ray has a token of the user."""
+
+    ray: str
+    salt: str
 
 
 @final
@@ -48,7 +44,7 @@ class Door:
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener.fileno, selectors.EVENT_READ, None)
         self._here: list[Connection] = []
-        self._message: Message | None = None
+        self._message: MeetingPlace | None = None
         self._lock = threading.Lock()
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name="phalanx-door", daemon=True)
@@ -64,9 +60,9 @@ class Door:
     def is_local(self) -> bool:
         """Whether all members that are here, and the chief, are on one machine."""
         with self._lock:
-            return is_loopback(self._address) or hosts_of([member.connection for member in self._here])[1]
+            return is_loopback(self._address) or hosts_of([member.socket for member in self._here])[1]
 
-    def tell(self, message: Message) -> None:
+    def tell(self, message: MeetingPlace) -> None:
         """Sends a message to all members, including those that will come."""
         with self._lock:
             self._message = message
@@ -89,12 +85,12 @@ class Door:
                 for member in [key.data for key, _ in ready if key.data]:
                     self._hear(member)
             for member in self._here:
-                member.connection.close()
+                member.close()
 
     def _admit(self, member: Connection) -> None:
         # A machine that disappears closes nothing, and its task may come again.
-        expect_answers(member.connection)
-        self._selector.register(member.connection, selectors.EVENT_READ, member)
+        expect_answers(member.socket)
+        self._selector.register(member, selectors.EVENT_READ, member)
         with self._lock:
             self._here.append(member)
             if self._message is not None:
@@ -103,14 +99,14 @@ class Door:
     def _hear(self, member: Connection) -> None:
         """Forgets a member whose connection has ended. It says nothing after its hello."""
         try:
-            if member.connection.recv(1):
+            if member.socket.recv(1):
                 return
         except OSError:
             pass
         with self._lock:
             self._here.remove(member)
-        self._selector.unregister(member.connection)
-        member.connection.close()
+        self._selector.unregister(member)
+        member.close()
 
 
 @final
@@ -124,7 +120,7 @@ class Entrance:
       timeout_s: time until the chief must let it in, in seconds.
 
     Attributes:
-      message: what the chief says.
+      message: the message of the chief. None if it has ended before.
       is_local: whether the chief is on this machine.
 
     Raises:
@@ -132,18 +128,18 @@ class Entrance:
     """
 
     def __init__(self, address: str, secret: Secret, name: str, timeout_s: float) -> None:
-        self._address, self._secret, self._name = address, secret, name
-        self._connection = self._let_in(time.monotonic() + timeout_s, timeout_s)
         try:
-            self._connection.settimeout(None)
-            expect_answers(self._connection)
-            # The chief waits for all others before it says where they meet.
-            self.message = parsed(read_line(self._connection, time.monotonic() + timeout_s))
-            self.is_local = hosts_of([self._connection])[1]
-        except BaseException:
-            self._connection.close()
-            raise
-        self._connection.settimeout(None)
+            self._connection = enter(address, secret, {"name": name}, timeout_s)
+        except OSError as e:
+            raise StartupError(
+                f"{name} of a cluster, for {timeout_s:g} s",
+                f"no process listens at the address of the chief, {address}, that lets it in: {e.strerror or e}.",
+                "start the script with ParameterServerStrategy on the chief",
+            ) from e
+        # The chief waits for all others before it says where they meet.
+        self._connection.socket.settimeout(timeout_s)
+        self.message = next(self._connection.messages([MeetingPlace]), None)
+        self.is_local = hosts_of([self._connection.socket])[1]
 
     def __enter__(self) -> Self:
         return self
@@ -153,38 +149,11 @@ class Entrance:
 
     def is_open(self, wait_s: float) -> bool:
         """Whether the chief is there. Waits up to `wait_s` seconds for its end."""
-        self._connection.settimeout(wait_s)
+        self._connection.socket.settimeout(wait_s)
         # The chief sends nothing after its message, so a byte or an end is news.
         try:
-            return bool(self._connection.recv(1))
+            return bool(self._connection.socket.recv(1))
         except TimeoutError:
             return True
         except OSError:
             return False
-
-    def _let_in(self, deadline_s: float, timeout_s: float) -> Socket:
-        problem = f"no process listens at the address of the chief, {self._address}"
-        while True:
-            try:
-                connection = reach(self._address, deadline_s)
-            except OSError:
-                connection = None
-            if connection is None:
-                raise StartupError(
-                    f"{self._name} of a cluster, for {timeout_s:g} s",
-                    f"{problem}.",
-                    "start the script with ParameterServerStrategy on the chief",
-                )
-            try:
-                said = handshake(connection, self._secret, {"name": self._name}, _HELLO_S)
-            except BaseException:
-                connection.close()
-                raise
-            if said is None:
-                return connection
-            # It may be a program that has the port for a moment, or a door that is full.
-            cut(connection)
-            connection.close()
-            what = f"another program answers there: {said[:40]!r}" if said else "it closes the connection, or is silent"
-            problem = f"at the address of the chief, {self._address}, {what}"
-            time.sleep(min(RETRY_S, max(0.0, deadline_s - time.monotonic())))

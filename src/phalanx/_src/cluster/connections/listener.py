@@ -12,19 +12,19 @@ import secrets
 import selectors
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from socket import IPPROTO_TCP, SHUT_WR, TCP_NODELAY
+from types import MappingProxyType
 from typing import Any, Self, final
 
 from phalanx._src.cluster.connections.hosts import LOOPBACK, joined
-from phalanx._src.cluster.connections.ports import Socket, listen_at
+from phalanx._src.cluster.connections.messages import M, Message, SignOfLife, decoded, encoded, parsed
+from phalanx._src.cluster.connections.ports import Socket, cut, listen_at
 from phalanx._src.cluster.connections.secret import TOKEN, Secret
 from phalanx._src.cluster.connections.strangers import Strangers
 from phalanx._src.cluster.spec import host_and_port
 from phalanx.errors import StartupError
-
-Message = Mapping[str, Any]
-"""A message, as JSON has it."""
 
 _HELLO_S = 5.0
 _MIN_BACKLOG = 128
@@ -40,21 +40,62 @@ RETRY_S = 0.1
 """Time between two attempts to connect, in seconds. It grows to this, because processes that meet again are there at once."""
 
 
-@dataclass(frozen=True)
+@final
 class Connection:
-    """A connection whose client has proved that it knows the secret.
+    """A connection both of whose ends have proved that they know the secret.
 
-    Attributes:
-      connection: the socket, which blocks.
-      hello: the first message of the client.
+    Args:
+      socket: its socket.
+      hello: the first message of the client, as JSON has it: untyped, because even a process of another version must be understood.
     """
 
-    connection: socket.socket
-    hello: dict[str, Any]
+    def __init__(self, socket: Socket, hello: Mapping[str, Any] = MappingProxyType({})) -> None:
+        self.socket, self.hello, self._read = socket, hello, b""
+        # A closing socket with unread data drops what Nagle's algorithm still holds back: a process that had just said
+        # that it leaves would count as killed (RFC 896; RFC 1122, section 4.2.2.13).
+        self.socket.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
 
-    def say(self, message: Mapping[str, Any]) -> None:
-        """Sends it a message."""
-        send(self.connection, message)
+    def fileno(self) -> int:
+        """The file descriptor, for selectors."""
+        return self.socket.fileno()
+
+    def say(self, message: Message | bytes) -> None:
+        """Sends a message, which may be encoded already. A process that has ended needs none."""
+        # `hear` notices a closed connection. If the socket does not block, a stalled process accepts no more data.
+        with contextlib.suppress(OSError):
+            self.socket.sendall(encoded(message) if isinstance(message, Message) else message)
+
+    def hear(self, kinds: Iterable[type[M]]) -> tuple[list[M | SignOfLife], bool]:
+        """Returns the messages of these classes that have arrived, and whether the connection is still open.
+
+        Raises:
+          TypeError: a message has other fields than its class, or values of other types.
+        """
+        try:
+            new = self.socket.recv(_LONGEST_LINE)
+        except OSError:
+            new = b""
+        *whole, self._read = (self._read + new).split(b"\n")
+        try:
+            return [decoded(line, kinds) for line in whole], bool(new)
+        except (ValueError, RecursionError):  # A process of the cluster sends JSON only.
+            return [], False
+
+    def messages(self, kinds: Iterable[type[M]]) -> Iterator[M | SignOfLife]:
+        """Yields the messages of these classes until the connection ends. Waits for them, if the socket blocks."""
+        is_open = True
+        while is_open:
+            messages, is_open = self.hear(kinds)
+            yield from messages
+
+    def hang_up(self) -> None:
+        """Sends nothing more."""
+        with contextlib.suppress(OSError):
+            self.socket.shutdown(SHUT_WR)
+
+    def close(self) -> None:
+        """Closes the socket."""
+        self.socket.close()
 
 
 @dataclass
@@ -65,43 +106,6 @@ class _PendingConnection:
     nonce: str
     until_s: float
     text: bytes = field(default=b"", init=False)
-
-
-@dataclass
-class MessageStream:
-    """An authenticated connection that carries messages as lines of JSON."""
-
-    connection: socket.socket
-    _read: bytes = field(default=b"", init=False)
-
-    def __post_init__(self) -> None:
-        self.connection.setblocking(False)
-        # A closing socket with unread data drops what Nagle's algorithm still holds back: a process that had just said
-        # that it leaves would count as killed (RFC 896; RFC 1122, section 4.2.2.13).
-        self.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-
-    def send(self, data: bytes) -> None:
-        """Sends a message that is encoded already."""
-        # `hear` notices a closed connection. A stalled process accepts no more data.
-        with contextlib.suppress(OSError):
-            self.connection.send(data)
-
-    def hear(self) -> tuple[list[Any], bool]:
-        """Returns the messages that have arrived, and whether the connection is still open."""
-        try:
-            new = self.connection.recv(1 << 16)
-        except OSError:
-            new = b""
-        *whole, self._read = (self._read + new).split(b"\n")
-        try:
-            return [json.loads(line) for line in whole], bool(new)
-        except ValueError:  # A process of the cluster sends JSON only.
-            return [], False
-
-    def hang_up(self) -> None:
-        """Sends nothing more."""
-        with contextlib.suppress(OSError):
-            self.connection.shutdown(socket.SHUT_WR)
 
 
 @final
@@ -277,6 +281,30 @@ def handshake(connection: socket.socket, secret: Secret, hello: Mapping[str, Any
     return line
 
 
+def enter(address: str, secret: Secret, hello: Mapping[str, Any], timeout_s: float) -> Connection:
+    """Returns a connection with a listener that may start later, or may be full for a while.
+
+    Raises:
+      OSError: no process that knows the secret has answered in time. The error says what happened instead.
+      StartupError: only one of the two ends knows the secret.
+    """
+    deadline_s, cause = time.monotonic() + timeout_s, "it closes the connection, or is silent"
+    while (connection := reach(address, deadline_s)) is not None:
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(connection)
+            said = handshake(connection, secret, hello, _HELLO_S)
+            if said is None:
+                stack.pop_all()
+                connection.settimeout(None)
+                expect_answers(connection)
+                return Connection(connection)
+            # It may be a program that has the port for a moment.
+            cut(connection)
+        cause = f"another program answers there: {said[:40]!r}" if said else cause
+        time.sleep(min(RETRY_S, max(0.0, deadline_s - time.monotonic())))
+    raise OSError(cause)
+
+
 def reach(address: str, deadline_s: float) -> socket.socket | None:
     """Connects with a process that may start later. Tries until the deadline of `time.monotonic`.
 
@@ -354,11 +382,6 @@ def expect_answers(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def encoded(message: Mapping[str, Any]) -> bytes:
-    """Returns a message as it is sent: a line of JSON."""
-    return json.dumps(message).encode() + b"\n"
-
-
 def send(connection: socket.socket, message: Mapping[str, Any]) -> None:
     """Sends a message. A process that has ended needs none."""
     with contextlib.suppress(OSError):
@@ -380,16 +403,6 @@ def read_line(connection: socket.socket, deadline_s: float) -> bytes:
                 break
             line += connection.recv(waiting.find(b"\n") + 1 or len(waiting))
     return line
-
-
-def parsed(text: bytes) -> dict[str, Any]:
-    """Returns one message, or an empty dict if the text is none."""
-    try:
-        message = json.loads(text)
-        json.dumps(message, ensure_ascii=False).encode()  # Half a surrogate pair is a string of JSON, and no text.
-    except (ValueError, RecursionError):
-        return {}
-    return message if isinstance(message, dict) else {}
 
 
 def _peer(connection: socket.socket) -> str:

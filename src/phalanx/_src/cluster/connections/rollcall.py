@@ -4,8 +4,8 @@
 JAX's own start ends the process if another one is missing. Uses the standard library only.
 
 Rank 0 listens on its address. Every other process connects, proves that it knows the secret of the cluster, sends its rank and its view
-of the cluster, and waits for a reply: `go` once all processes are present, otherwise an error. The connections stay open for
-`phalanx._src.cluster.watch.watch`.
+of the cluster, and waits for a reply: `go` once all processes are present, otherwise an error. These messages have no classes, because processes
+of other versions must understand them. The connections stay open for `phalanx._src.cluster.watch.watch`.
 """
 
 import hashlib
@@ -23,11 +23,12 @@ from phalanx._src.cluster.connections.listener import (
     Connection,
     Listener,
     handshake,
-    parsed,
     reach,
     read_line,
+    send,
     split,
 )
+from phalanx._src.cluster.connections.messages import parsed
 from phalanx._src.cluster.connections.ports import HeldPort, PrivateAddress, Socket, hosts_of
 from phalanx._src.cluster.connections.secret import TOKEN, Secret
 from phalanx.errors import StartupError, listed
@@ -151,7 +152,7 @@ class _Chief:
             for held in self._held:
                 held.close()
             for peer in self._present.values():
-                peer.connection.close()
+                peer.close()
             raise
         roll = self._roll()
         private = roll.service if is_private(roll.service) else None
@@ -160,7 +161,7 @@ class _Chief:
 
     def _roll(self) -> Roll:
         """Returns the processes, which need no address that others reach if all are on this machine."""
-        lines = {rank: peer.connection for rank, peer in self._present.items()}
+        lines = {rank: peer.socket for rank, peer in self._present.items()}
         addresses, (name, port) = self._call.addresses, split(self._call.addresses[0])
         hosts, are_here = hosts_of([*lines.values()])
         # Containers may share the network of a machine, and not its files.
@@ -181,7 +182,7 @@ class _Chief:
         machines = {*addresses_of_machine()}
         for peer in self._present.values():
             theirs = peer.hello.get("machine") or []
-            if host_of_other(peer.connection) not in theirs:
+            if host_of_other(peer.socket) not in theirs:
                 return []
             machines |= {*theirs}
         return sorted(machines) if len(machines) <= MOST_ADDRESSES else []
@@ -222,11 +223,11 @@ class _Chief:
         for peer in peers:
             rank = peer.hello.get("rank")
             if type(rank) is not int or not 0 < rank < len(self._call.addresses):
-                peer.connection.close()
+                peer.close()
             elif rank in self._present:
                 twice = self._call.twice(rank)
-                peer.say({"error": [twice.asked, twice.found, twice.hint]})
-                peer.connection.close()
+                send(peer.socket, {"error": [twice.asked, twice.found, twice.hint]})
+                peer.close()
             else:
                 self._present[rank] = peer
                 # Other versions may describe the cluster in other words.
@@ -253,7 +254,7 @@ class _Chief:
 
     def _tell(self, message: dict[str, Any]) -> None:
         for peer in self._present.values():
-            peer.say(message)
+            send(peer.socket, message)
 
 
 class _Other:

@@ -37,10 +37,6 @@ class Difference:
     index: int | None
     groups: list[tuple[list[int], str]]
 
-    def as_list(self) -> list[object]:
-        """Returns the difference as a list that JSON can represent."""
-        return [self.part, self.index, self.groups]
-
     def __str__(self) -> str:
         said = [f"{text} on {_ranks(ranks)}" for ranks, text in self.groups[:_SHOWN_GROUPS]]
         part = f"the {self.part}" if self.index is None else f"{self.part} {self.index}"

@@ -70,7 +70,7 @@ class Comparison:
                 member.signature = None
             self.signature = None
             self.answer(difference)
-            self._say(ComparisonAnswer(difference.as_list() if difference else None))
+            self._say(ComparisonAnswer(difference))
 
     def _difference_of(self, requests: Mapping[int, Signature], known: list[int]) -> Difference | None:
         """Compares the programs of the ranks that wait. The `known` ranks run a program that was compared before."""

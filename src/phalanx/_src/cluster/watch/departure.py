@@ -163,7 +163,7 @@ class Departure:
         if self._members.rank != 0:
             return
         with suppress(OSError):
-            ours = {stream.connection.fileno() for stream in self._connections.streams.values()}
+            ours = {stream.fileno() for stream in self._connections.streams.values()}
             connections = descriptors_at(self._service, but=ours)
             start_apart(["-c", _HOLD, str(GRACE_S), *map(str, connections)], connections, subprocess.DEVNULL)
 

@@ -8,62 +8,30 @@ waits for its generation. Uses the standard library only.
 
 import functools
 import itertools
-import json
 import os
 import queue
 import signal
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
-from typing import Any, final
+from typing import TypeVar, final
 
 from typing_extensions import override
 
-from phalanx._src.cluster.connections.listener import connect, expect_answers, handshake, send
+from phalanx._src.cluster.connections.listener import Connection, connect, expect_answers, handshake
+from phalanx._src.cluster.connections.messages import Message, SignOfLife
 from phalanx._src.cluster.connections.ports import HeldPort, cut
 from phalanx._src.cluster.connections.secret import secret_of
-from phalanx._src.cluster.spec import ClusterSpec, Task, tf_config
+from phalanx._src.cluster.watch import meeting
 from phalanx.errors import StartupError
 
 RENDEZVOUS, MEMBER, MOST = "PHALANX_RENDEZVOUS", "PHALANX_MEMBER", "PHALANX_MOST_WORKERS"
 """The environment variables with the address of the rendezvous, the number of this process in it, and the most processes of a group."""
 
-JOB = "worker"
 _CONNECT_S = 30.0
 _PATIENCE_S = 0.5
 
-
-@dataclass(frozen=True)
-class Generation:
-    """A group between two changes, as one of its processes sees it.
-
-    Args:
-      number: counts the generations of a training run, from 1.
-      service: address of JAX's coordination service for this generation.
-      addresses: addresses of the processes, by rank.
-      rank: rank of this process.
-      source: rank of the process whose variables the others take over, because it has made the most steps.
-      is_even: whether all have made these steps, so that none has to take anything over.
-      is_alike: whether all have the same variables.
-    """
-
-    number: int
-    service: str
-    addresses: tuple[str, ...]
-    rank: int
-    source: int = 0
-    is_even: bool = True
-    is_alike: bool = False
-
-    @property
-    def size(self) -> int:
-        """The number of processes."""
-        return len(self.addresses)
-
-    def tf_config(self) -> str:
-        """Returns the description of the generation for the environment variable TF_CONFIG."""
-        return tf_config(ClusterSpec({JOB: list(self.addresses)}), Task(JOB, self.rank))
+T = TypeVar("T")
 
 
 @final
@@ -91,31 +59,32 @@ class Membership(threading.Thread):
         super().__init__(name="phalanx-membership", daemon=True)
         self.number = number
         self._saying = threading.Lock()
-        self._generations: queue.SimpleQueue[Generation | str | None] = queue.SimpleQueue()
-        self._begun, self._calls = itertools.count(), queue.SimpleQueue[int | None]()
+        self._generations: queue.SimpleQueue[meeting.Generation | meeting.Dismissal] = queue.SimpleQueue()
+        self._begun, self._calls = itertools.count(), queue.SimpleQueue[int]()
         self.changed: Callable[[str], None] = lambda reason: None
-        self.generation: Generation | None = None
+        self.generation: meeting.Generation | None = None
         self.is_trying = self.is_leaving = self.is_between_steps = False
         secret = secret_of([address])
         try:
-            self._connection = connect(address, _CONNECT_S)
+            socket = connect(address, _CONNECT_S)
         except OSError as e:
             raise _no_answer(address) from e
         with ExitStack() as stack:
-            stack.enter_context(self._connection)
-            refused = handshake(self._connection, secret, {"member": number}, _CONNECT_S)
-            self._lines = stack.enter_context(self._connection.makefile("rb"))
-            welcome = b"" if refused is not None else self._lines.readline()
-            if not welcome:
+            stack.enter_context(socket)
+            refused = handshake(socket, secret, {"member": number}, _CONNECT_S)
+            self._connection = Connection(socket)
+            self._messages: Iterator[meeting.RendezvousMessage] = self._connection.messages(meeting.TO_MEMBER)
+            welcome = None if refused is not None else next(self._messages, None)
+            if not isinstance(welcome, meeting.Welcome):
                 raise _no_answer(address)
             stack.pop_all()
-        self.is_late: bool = json.loads(welcome)["is_late"]
-        self._connection.settimeout(None)
-        expect_answers(self._connection)
-        self._port = HeldPort(self._connection.getsockname()[0])
+        self.is_late = welcome.is_late
+        socket.settimeout(None)
+        expect_answers(socket)
+        self._port = HeldPort(socket.getsockname()[0])
         self.start()
 
-    def meet(self, *, call: int, progress: Sequence[int], variables: str = "") -> Generation | None:
+    def meet(self, *, call: int, progress: Sequence[int], variables: str = "") -> meeting.Generation | None:
         """Waits for the next generation, and returns it. Returns None if the others have finished this training run.
 
         Args:
@@ -129,10 +98,9 @@ class Membership(threading.Thread):
           SystemExit: this process is leaving.
         """
         self.generation = None
-        address = self._port.address
-        self._say({"ready": {"call": call, "progress": list(progress), "variables": variables, "address": address}})
-        answer: Generation | str = self._next(self._generations)
-        if isinstance(answer, str):
+        self._say(meeting.Readiness(call, tuple(progress), variables, self._port.address))
+        answer = self._next(self._generations)
+        if isinstance(answer, meeting.Dismissal):
             self.is_late = True
             return None
         self.generation, self.is_late = answer, False
@@ -142,56 +110,47 @@ class Membership(threading.Thread):
     def begin(self) -> tuple[int, int]:
         """Reports that the program begins a training run. Returns its number, and that of the run that the others are in."""
         call = next(self._begun)
-        self._say({"begins": call})
+        self._say(meeting.RunStart(call))
         return call, self._next(self._calls)
 
     def accuse(self, ranks: Sequence[int], why: str) -> None:
         """Asks the rendezvous to end processes of this generation that keep the others from continuing."""
         if self.generation is not None:
-            self._say({"accuses": list(ranks), "generation": self.generation.number, "why": why})
+            self._say(meeting.Accusation(tuple(ranks), self.generation.number, why))
 
     def close(self) -> None:
         """Leaves the rendezvous, so that the others do not wait for this process."""
-        cut(self._connection)
+        cut(self._connection.socket)
 
-    def _next(self, news: "queue.SimpleQueue[Any]") -> Any:
+    def _next(self, answers: queue.SimpleQueue[T]) -> T:
         while not self.is_leaving:
-            try:
-                # Python handles signals between two waits.
-                item = news.get(timeout=_PATIENCE_S)
-            except queue.Empty:
-                continue
-            if item is None:
+            # Python handles signals between two waits.
+            with suppress(queue.Empty):
+                return answers.get(timeout=_PATIENCE_S)
+            if not self.is_alive():
                 raise StartupError("the rendezvous", "phalanx run has exited.", "phalanx run --workers 2:4 train.py")
-            return item
         raise SystemExit(128 + signal.SIGTERM)
 
     @override
     def run(self) -> None:
-        with self._port, self._connection, self._lines, suppress(OSError):
-            self._hear()
-        self._generations.put(None)
-        self._calls.put(None)
+        with self._port, self._connection.socket:
+            for message in self._messages:
+                self._dispatch(message)
 
-    def _hear(self) -> None:
-        for line in self._lines:
-            message = json.loads(line)
-            if "generation" in message:
-                message["addresses"] = tuple(message["addresses"])
-                message["number"] = message.pop("generation")
-                self._generations.put(Generation(**message))
-            elif "missed" in message:
-                self._generations.put(message["missed"])
-            elif "change" in message:
-                self.changed(message["change"])
-            elif "call" in message:
-                self._calls.put(message["call"])
-            elif "ping" in message:
-                self._say({"pong": True})
+    def _dispatch(self, message: meeting.RendezvousMessage) -> None:
+        match message:
+            case meeting.Generation() | meeting.Dismissal():
+                self._generations.put(message)
+            case meeting.ChangeRequest(reason):
+                self.changed(reason)
+            case meeting.RunOfOthers(call):
+                self._calls.put(call)
+            case meeting.Ping():
+                self._say(SignOfLife())
 
-    def _say(self, message: Mapping[str, Any]) -> None:
+    def _say(self, message: Message) -> None:
         with self._saying:
-            send(self._connection, message)
+            self._connection.say(message)
 
 
 @functools.cache

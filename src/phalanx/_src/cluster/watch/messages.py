@@ -1,21 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages between the watches of a group: one class each, which a line of JSON names."""
+"""The messages between the watches of a group."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias
+from collections.abc import Sequence
+from typing import TypeAlias, get_args
 
+from phalanx._src.cluster.connections.messages import Message, SignOfLife
 from phalanx._src.cluster.watch.agreement import Difference, Signature
 from phalanx._src.cluster.watch.pace import Sample
+from phalanx._src.cluster.watch.pairs import PairsAnswer, PairsQuestion
+from phalanx._src.cluster.watch.sync_point import PointMessage
 
 
-@dataclass(frozen=True)
-class SignOfLife:
-    """The sender is alive. A child process sends it, which knows nothing more. See `Pulse`."""
-
-
-@dataclass(frozen=True)
-class ProgressReport:
+class ProgressReport(Message):
     """The progress of the sender. The fields are those of `Member`."""
 
     turn: int
@@ -26,49 +22,38 @@ class ProgressReport:
     has_lost_step: bool
 
 
-@dataclass(frozen=True)
-class ComparisonRequest:
+class ComparisonRequest(Message):
     """The sender waits until all processes have compared their programs. With None it no longer waits."""
 
     signature: Signature | None
 
 
-@dataclass(frozen=True)
-class FailureReport:
+class FailureReport(Message):
     """The sender is about to end, in the way that `end` describes."""
 
     end: str
 
 
-@dataclass(frozen=True)
-class PaceReport:
+class PaceReport(Message):
     """Measurements of the sender's steps, for rank 0."""
 
-    samples: Sequence[Sample]
+    samples: list[Sample]
 
 
-@dataclass(frozen=True)
-class ComparisonAnswer:
-    """Rank 0 has compared the programs. `difference` has the fields of a `Difference`, or is None."""
+class ComparisonAnswer(Message):
+    """Rank 0 has compared the programs."""
 
-    difference: Sequence[Any] | None
-
-    @property
-    def found_difference(self) -> Difference | None:
-        """The difference."""
-        return Difference(*self.difference) if self.difference else None
+    difference: Difference | None
 
 
-@dataclass(frozen=True)
-class SaveReport:
+class SaveReport(Message):
     """Rank 0 has written the file `name` after its operation `turn`."""
 
     turn: int
     name: str
 
 
-@dataclass(frozen=True)
-class VerdictReport:
+class VerdictReport(Message):
     """Rank 0 has judged that the group cannot continue. The fields are those of `Verdict`."""
 
     text: str
@@ -76,50 +61,24 @@ class VerdictReport:
     hint: str
 
 
-@dataclass(frozen=True)
-class PointMessage:
+class MessageAtPoint(Message):
     """A message of the `SyncPoint` of this name."""
 
-    point: str
-    content: Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class PairsMessage:
-    """A message of `Pairs`."""
-
-    content: Mapping[str, Any]
+    name: str
+    content: PointMessage
 
 
 MemberMessage: TypeAlias = SignOfLife | ProgressReport | ComparisonRequest | FailureReport
 """A message of a process about itself."""
 WatchMessage: TypeAlias = (
-    MemberMessage | PaceReport | ComparisonAnswer | SaveReport | VerdictReport | PointMessage | PairsMessage
+    MemberMessage
+    | PaceReport
+    | ComparisonAnswer
+    | SaveReport
+    | VerdictReport
+    | MessageAtPoint
+    | PairsQuestion
+    | PairsAnswer
 )
 
-_KINDS: dict[str, type[WatchMessage]] = {
-    kind.__name__: kind
-    for kind in (
-        ProgressReport,
-        ComparisonRequest,
-        FailureReport,
-        PaceReport,
-        ComparisonAnswer,
-        SaveReport,
-        VerdictReport,
-        PointMessage,
-        PairsMessage,
-    )
-}
-
-
-def as_json(message: WatchMessage) -> dict[str, Any]:
-    """Returns a message as JSON has it."""
-    return {"kind": type(message).__name__, **vars(message)}
-
-
-def from_json(message: Mapping[str, Any]) -> WatchMessage:
-    """Returns the message that another process has sent. One that this version does not know is a sign of life."""
-    # A process of another version must not end this watch.
-    kind = _KINDS.get(message.get("kind", ""))
-    return kind(**{name: value for name, value in message.items() if name != "kind"}) if kind else SignOfLife()
+WATCH_MESSAGES: Sequence[type[WatchMessage]] = get_args(WatchMessage)

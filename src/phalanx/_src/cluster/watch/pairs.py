@@ -12,11 +12,28 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import final
 
-from phalanx._src.cluster.connections.listener import Message
+from phalanx._src.cluster.connections.messages import Message
 from phalanx._src.cluster.connections.ports import cut, sockets_of_process
 from phalanx._src.cluster.connections.strangers import End, Strangers
 
 _MOST_AT_ONCE = 500
+
+
+class PairsQuestion(Message):
+    """A process asks all whose these ends are, of connections that have arrived at its places."""
+
+    asker: int
+    ends: tuple[End, ...]
+    places: tuple[End, ...]
+
+
+class PairsAnswer(Message):
+    """A process answers the asker: which of the ends are its own, and how many of its connections reach the places."""
+
+    rank: int
+    asker: int
+    claimed: tuple[End, ...]
+    reaches: int
 
 
 @final
@@ -36,7 +53,7 @@ class Pairs:
         self,
         rank: int,
         size: int,
-        say: Callable[[Message, int | None], None],
+        say: Callable[[PairsQuestion | PairsAnswer, int | None], None],
         tell: Callable[[str], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -92,21 +109,19 @@ class Pairs:
             if lasting and not self._asked:
                 self._ask(lasting)
 
-    def hear(self, rank: int, message: Message) -> None:
+    def hear(self, message: PairsQuestion | PairsAnswer) -> None:
         """Handles a message of another process. Questions and answers go through rank 0."""
-        if "whose" in message:
-            asker = int(message["rank"])
-            # Only rank 0 is connected with all.
-            if self._rank == 0:
-                self._say(message, None)
-            if asker != self._rank:
-                ends, places = _as_ends(message["whose"]), _as_ends(message["at"])
-                all_ends = _ends()
-                claimed = {here for here, _ in all_ends} & ends
-                reaches = sum(other in places for _, other in all_ends)
-                self._pass({"mine": sorted(claimed), "reaches": reaches, "rank": self._rank, "to": asker})
-        else:
+        if isinstance(message, PairsAnswer):
             self._pass(message)
+            return
+        # Only rank 0 is connected with all.
+        if self._rank == 0:
+            self._say(message, None)
+        if message.asker != self._rank:
+            all_ends = _ends()
+            claimed = {here for here, _ in all_ends} & {*message.ends}
+            reaches = sum(other in message.places for _, other in all_ends)
+            self._pass(PairsAnswer(self._rank, message.asker, tuple(sorted(claimed)), reaches))
 
     def lose(self, rank: int) -> None:
         """Leaves all connections alone from now on: nobody claims those of a process that has ended, and the group ends, or another one forms.
@@ -127,18 +142,17 @@ class Pairs:
         # A process with several devices has connections with itself.
         self._claimed = {own for own, _ in all_ends}
         self._reached = sum(other in self._places for _, other in all_ends)
-        question = {"whose": sorted(self._asked), "at": sorted(self._places), "rank": self._rank}
-        self._say(question, None)
+        self._say(PairsQuestion(self._rank, tuple(sorted(self._asked)), tuple(sorted(self._places))), None)
 
-    def _pass(self, answer: Message) -> None:
+    def _pass(self, answer: PairsAnswer) -> None:
         """Takes an answer, or sends it on."""
-        if answer["to"] != self._rank:
-            self._say(answer, int(answer["to"]) if self._rank == 0 else 0)
+        if answer.asker != self._rank:
+            self._say(answer, answer.asker if self._rank == 0 else 0)
             return
         with self._changed:
-            self._answered.add(int(answer["rank"]))
-            self._claimed |= _as_ends(answer["mine"])
-            self._reached += int(answer["reaches"])
+            self._answered.add(answer.rank)
+            self._claimed |= {*answer.claimed}
+            self._reached += answer.reaches
             self._settle()
 
     def _settle(self) -> None:
@@ -174,7 +188,3 @@ def _end_those_from(ends: set[End], ports: set[int]) -> None:
 
 def _plain(name: Sequence[str | int]) -> End:
     return str(name[0]).removeprefix("::ffff:"), int(name[1])
-
-
-def _as_ends(pairs: Iterable[Sequence[str | int]]) -> set[End]:
-    return {_plain(pair) for pair in pairs}

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import final
 
-from phalanx._src.cluster.connections.listener import MessageStream, encoded
+from phalanx._src.cluster.connections.listener import Connection
+from phalanx._src.cluster.connections.messages import encoded
 from phalanx._src.cluster.connections.ports import Socket
-from phalanx._src.cluster.watch.messages import PaceReport, ProgressReport, WatchMessage, as_json
+from phalanx._src.cluster.watch.messages import PaceReport, ProgressReport, WatchMessage
 from phalanx._src.cluster.watch.pace import Paces, Stopwatch
 
 
@@ -82,13 +83,15 @@ class Connections:
     """
 
     def __init__(self, sockets: Mapping[int, Socket]) -> None:
-        self.streams = {rank: MessageStream(connection) for rank, connection in sockets.items()}
+        self.streams = {rank: Connection(socket) for rank, socket in sockets.items()}
+        for socket in sockets.values():
+            socket.setblocking(False)
 
     def say(self, message: WatchMessage, rank: int | None = None) -> None:
         """Sends a message to one rank. None for all."""
-        data = encoded(as_json(message))
+        data = encoded(message)
         for stream in self.streams.values() if rank is None else [self.streams[rank]]:
-            stream.send(data)
+            stream.say(data)
 
     def hang_up(self) -> None:
         """Sends nothing more."""
@@ -98,7 +101,7 @@ class Connections:
     def close(self) -> None:
         """Closes the connections."""
         for stream in self.streams.values():
-            stream.connection.close()
+            stream.close()
 
 
 @final

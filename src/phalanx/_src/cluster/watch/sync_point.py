@@ -8,9 +8,39 @@ this while the steps run. No step waits for a message unless a process is asked 
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, final
+from typing import TypeAlias, final
+
+from phalanx._src.cluster.connections.messages import Message
+
+
+class PointRequest(Message):
+    """The sender asks rank 0 that all act."""
+
+    reason: str
+
+
+class PointHold(Message):
+    """Rank 0 asks all to pass no further point."""
+
+    reason: str
+
+
+class PointCount(Message):
+    """The number of points that the sender has passed."""
+
+    passed: int
+
+
+class PointAgreement(Message):
+    """Rank 0 has chosen the point of this number."""
+
+    point: int
+    reason: str
+
+
+PointMessage: TypeAlias = PointRequest | PointHold | PointCount | PointAgreement
 
 
 @final
@@ -35,7 +65,7 @@ class SyncPoint:
         self,
         rank: int = 0,
         others: Iterable[int] = (),
-        say: Callable[[Mapping[str, Any]], None] = lambda message: None,
+        say: Callable[[PointMessage], None] = lambda message: None,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self._rank, self._others, self._say, self._waiting = rank, set(others), say, waiting
@@ -62,7 +92,7 @@ class SyncPoint:
         if self._rank == 0:
             self._hold(reason)
         else:
-            self._say({"request": reason})
+            self._say(PointRequest(reason))
 
     def ask(self, reason: str) -> None:
         """Asks all processes to act at the next point that none has passed. Here `is_reached` waits until that point is known.
@@ -90,22 +120,21 @@ class SyncPoint:
                 return self._agreed.popleft()[1]
             return None
 
-    def hear(self, rank: int, message: Mapping[str, Any]) -> None:
+    def hear(self, rank: int, message: PointMessage) -> None:
         """Handles a message of another process."""
-        if "request" in message:
-            self._hold(message["request"])
-        elif "hold" in message:
-            with self._changed:
-                self._note(message["hold"])
-                self._is_held = True
-                self._say({"passed": self._passed})
-        elif "passed" in message:
-            with self._changed:
-                self._counts[rank] = message["passed"]
-                self._settle()
-        else:
-            with self._changed:
-                self._agree(*message["agreed"])
+        with self._changed:
+            match message:
+                case PointRequest(reason):
+                    self._hold(reason)
+                case PointHold(reason):
+                    self._note(reason)
+                    self._is_held = True
+                    self._say(PointCount(self._passed))
+                case PointCount(passed):
+                    self._counts[rank] = passed
+                    self._settle()
+                case PointAgreement(point, reason):
+                    self._agree(point, reason)
 
     def lose(self, rank: int) -> None:
         """Goes on without a process that has ended."""
@@ -124,7 +153,7 @@ class SyncPoint:
                 return
             self._note(reason)
             self._is_held, self._counts = True, {}
-            self._say({"hold": reason})
+            self._say(PointHold(reason))
             self._settle()
 
     def _note(self, reason: str) -> None:
@@ -135,7 +164,7 @@ class SyncPoint:
         """Chooses the point, on rank 0, once all processes have answered."""
         if self._is_held and self._others <= set(self._counts):
             point = max([self._passed, *self._counts.values()]) + 1
-            self._say({"agreed": [point, self._reason]})
+            self._say(PointAgreement(point, self._reason))
             self._agree(point, self._reason)
 
     def _agree(self, point: int, reason: str) -> None:

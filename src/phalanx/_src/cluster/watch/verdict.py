@@ -5,8 +5,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import final
 
+from phalanx._src.cluster.connections.messages import SignOfLife
 from phalanx._src.cluster.watch.agreement import Signature
-from phalanx._src.cluster.watch.messages import MemberMessage, SignOfLife
+from phalanx._src.cluster.watch.messages import MemberMessage
 from phalanx.errors import listed
 
 SIGTERM = "was ended by SIGTERM"

@@ -19,26 +19,15 @@ from typing import final
 from typing_extensions import override
 
 from phalanx._src.cluster.connections.ports import Socket
+from phalanx._src.cluster.watch import messages
 from phalanx._src.cluster.watch.agreement import Difference, Signature
 from phalanx._src.cluster.watch.comparison import Comparison
 from phalanx._src.cluster.watch.departure import GRACE_S, Departure, WatchTime
-from phalanx._src.cluster.watch.messages import (
-    ComparisonAnswer,
-    ComparisonRequest,
-    FailureReport,
-    PaceReport,
-    PairsMessage,
-    PointMessage,
-    SaveReport,
-    VerdictReport,
-    WatchMessage,
-    from_json,
-)
 from phalanx._src.cluster.watch.pace import REPORT, Paces, StepTimes, table_of
-from phalanx._src.cluster.watch.pairs import Pairs
+from phalanx._src.cluster.watch.pairs import Pairs, PairsAnswer, PairsQuestion
 from phalanx._src.cluster.watch.pulse import Pulse
 from phalanx._src.cluster.watch.reporting import Connections, Operations, Reporter
-from phalanx._src.cluster.watch.sync_point import SyncPoint
+from phalanx._src.cluster.watch.sync_point import PointMessage, SyncPoint
 from phalanx._src.cluster.watch.verdict import Members, Verdict, silence_s
 
 STALL_TIMEOUT_S = 600.0
@@ -50,6 +39,7 @@ The caller or PHALANX_STALL_TIMEOUT_S can override it.
 _TICK_S = 1.0
 _JUDGE_S = 0.1
 _SAVE_S = 0.02
+_URGENT = messages.ComparisonRequest, messages.FailureReport
 _SIGNS = 6
 """Number of signs of life in the time after which a silent process counts as stuck."""
 
@@ -100,7 +90,7 @@ class Watch(threading.Thread):
             for name in ("sync", "change", "stop")
         }
         self.sync_point, self.change_point, self.stop_point = self._points.values()
-        self.pairs = Pairs(rank, len(addresses), lambda content, to: self._connections.say(PairsMessage(content), to))
+        self.pairs = Pairs(rank, len(addresses), self._connections.say)
         self._departure = Departure(
             self._members,
             self.operations,
@@ -112,8 +102,8 @@ class Watch(threading.Thread):
         )
         self.pulse: Pulse | None = None
 
-    def _say_at(self, point: str, content: Mapping[str, object]) -> None:
-        self._connections.say(PointMessage(point, content))
+    def _say_at(self, name: str, content: PointMessage) -> None:
+        self._connections.say(messages.MessageAtPoint(name, content))
 
     @property
     def rank(self) -> int:
@@ -154,12 +144,12 @@ class Watch(threading.Thread):
         self._comparison.ask(signature)
         with self.operations.waiting(is_step=True):
             try:
-                self._reporter.report(ComparisonRequest(self._comparison.signature))
+                self._reporter.report(messages.ComparisonRequest(self._comparison.signature))
                 self._comparison.settle(self._time.clock())
                 return self._comparison.wait(self._tick_s, lambda: self._departure.verdict is not None)
             finally:
                 self._comparison.signature = None
-                self._connections.say(ComparisonRequest(None))
+                self._connections.say(messages.ComparisonRequest(None))
 
     def pass_save(self, name: str) -> bool:
         """Tells the others on rank 0 that it has written a file. On any other rank, waits for that, or until rank 0 continues without it.
@@ -169,7 +159,7 @@ class Watch(threading.Thread):
         """
         chief, turn, now = self._members.by_rank[0], self.operations.turn, self._time.clock
         if self.rank == 0:
-            self._reporter.report(SaveReport(turn, name))
+            self._reporter.report(messages.SaveReport(turn, name))
             return True
         with self.operations.waiting():
             while (turn, name) not in self.operations.saves and self._departure.verdict is None:
@@ -223,7 +213,7 @@ class Watch(threading.Thread):
     def fail(self, end: str) -> None:
         """Announces that this process is about to end because of the error that `end` describes."""
         self._departure.has_failed = True
-        self._reporter.report(FailureReport(end))
+        self._reporter.report(messages.FailureReport(end))
         self._connections.hang_up()
         self._departure.hold_service()
 
@@ -249,7 +239,7 @@ class Watch(threading.Thread):
         departure, clock = self._departure, self._time.clock
         with selectors.DefaultSelector() as selector:
             for rank, stream in self._connections.streams.items():
-                selector.register(stream.connection, selectors.EVENT_READ, rank)
+                selector.register(stream, selectors.EVENT_READ, rank)
             due_s = judge_s = clock()
             while departure.verdict is None and not departure.is_closed:
                 began_s = clock()
@@ -283,30 +273,30 @@ class Watch(threading.Thread):
         Returns:
           Whether its connection is still open, and whether its messages must be judged at once.
         """
-        lines, is_open = self._connections.streams[rank].hear()
-        messages = [from_json(line) for line in lines]
-        for message in messages:
+        arrived: list[messages.WatchMessage]
+        arrived, is_open = self._connections.streams[rank].hear(messages.WATCH_MESSAGES)
+        for message in arrived:
             self._dispatch(rank, message, now_s)
         if not is_open:
             self._members.by_rank[rank].is_cut_off()
             self.pairs.lose(rank)
             for point in self._points.values():
                 point.lose(rank)
-        return is_open, not is_open or any(isinstance(x, ComparisonRequest | FailureReport) for x in messages)
+        return is_open, not is_open or any(isinstance(x, _URGENT) for x in arrived)
 
-    def _dispatch(self, rank: int, message: WatchMessage, now_s: float) -> None:
+    def _dispatch(self, rank: int, message: messages.WatchMessage, now_s: float) -> None:
         match message:
-            case VerdictReport(text, is_loss, hint):
+            case messages.VerdictReport(text, is_loss, hint):
                 self._departure.verdict = Verdict(text, is_loss, hint)
-            case ComparisonAnswer():
-                self._comparison.answer(message.found_difference)
-            case SaveReport(turn, name):
+            case messages.ComparisonAnswer(difference):
+                self._comparison.answer(difference)
+            case messages.SaveReport(turn, name):
                 self.operations.saves.append((turn, name))
-            case PairsMessage(content):
-                self.pairs.hear(rank, content)
-            case PointMessage(point, content):
-                self._points[point].hear(rank, content)
-            case PaceReport(samples):
+            case PairsQuestion() | PairsAnswer():
+                self.pairs.hear(message)
+            case messages.MessageAtPoint(name, content):
+                self._points[name].hear(rank, content)
+            case messages.PaceReport(samples):
                 if self._paces:
                     self._paces.hear(rank, samples)
             case _:

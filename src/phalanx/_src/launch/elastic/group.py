@@ -11,7 +11,7 @@ from typing import final
 from typing_extensions import override
 
 from phalanx._src.cluster.spec import Task
-from phalanx._src.launch.elastic.messages import AbstractRendezvous, GroupStatus, LauncherReport, environment_of
+from phalanx._src.launch.elastic.messages import GroupStatus, LauncherReport, environment_of
 from phalanx._src.launch.elastic.remote_rendezvous import RemoteRendezvous
 from phalanx._src.launch.elastic.rendezvous import Rendezvous
 from phalanx._src.launch.evaluator import Patience
@@ -77,7 +77,7 @@ class ElasticGroup(Group):
         self._is_ending = False
         self._standing, self._has_finished, self._steps = GroupStatus(), False, -1
         environment = specs[0].environment
-        self._rendezvous: AbstractRendezvous = (
+        self._rendezvous = (
             RemoteRendezvous(environment, self._kill, machines)
             if machines.index
             else Rendezvous(least, environment, self._kill, say, machines)

@@ -3,11 +3,11 @@
 
 import selectors
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from typing import TypeGuard, final
 
-from phalanx._src.cluster.connections.listener import Connection, MessageStream
-from phalanx._src.launch.elastic.messages import GroupStatus, LauncherReport
+from phalanx._src.cluster.connections.listener import Connection
+from phalanx._src.launch.elastic.messages import GroupStatus, KillRequest, LauncherReport
 from phalanx.errors import listed
 
 
@@ -26,10 +26,6 @@ class MachineLauncher:
     peer: Connection | None = None
     report: LauncherReport | None = None
     sent_status: GroupStatus = GroupStatus()
-    line: MessageStream | None = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.line = MessageStream(self.peer.connection) if self.peer else None
 
 
 @final
@@ -102,7 +98,7 @@ class Launchers:
         """Takes the connection of a launcher, which may have had another one before."""
         self._lose(self._all[machine])
         launcher = self._all[machine] = MachineLauncher(self._until_s, peer)
-        self._selector.register(peer.connection, selectors.EVENT_READ, launcher)
+        self._selector.register(peer, selectors.EVENT_READ, launcher)
 
     def note(self, report: LauncherReport, launcher: MachineLauncher | None = None) -> set[int]:
         """Takes a report of a launcher, by default of that of this machine. Returns the processes that have started since the last one."""
@@ -114,12 +110,12 @@ class Launchers:
 
     def hear(self, launcher: MachineLauncher) -> set[int]:
         """Takes the messages of another launcher. Returns the processes that have started."""
-        assert launcher.line
+        assert launcher.peer
         started: set[int] = set()
-        messages, is_open = launcher.line.hear()
+        messages, is_open = launcher.peer.hear([LauncherReport])
         for message in messages:
-            report = LauncherReport(tuple(message["running"]), message["hopeful"], message["has_finished"])
-            started |= self.note(report, launcher)
+            if isinstance(message, LauncherReport):
+                started |= self.note(message, launcher)
         if not is_open:
             self._lose(launcher)
         return started
@@ -127,8 +123,8 @@ class Launchers:
     def _lose(self, launcher: MachineLauncher) -> None:
         """Continues without a machine, which may reconnect."""
         if launcher.peer:
-            self._selector.unregister(launcher.peer.connection)
-            launcher.peer.connection.close()
+            self._selector.unregister(launcher.peer)
+            launcher.peer.close()
             launcher.peer = launcher.report = None
             launcher.until_s = self._until_s
 
@@ -137,14 +133,14 @@ class Launchers:
         for launcher in self._all:
             if launcher.peer and launcher.sent_status != status:
                 launcher.sent_status = status
-                launcher.peer.say(asdict(status))
+                launcher.peer.say(status)
 
     def kill(self, number: int, why: str) -> None:
         """Ends a process of any machine."""
         # Only the launcher of its machine can send a signal to a process.
         for launcher in self._all:
             if launcher.peer and launcher.report and number in launcher.report.running:
-                launcher.peer.say({"kill": number, "why": why})
+                launcher.peer.say(KillRequest(number, why))
                 return
         self._kill_here(number, why)
 
@@ -152,4 +148,4 @@ class Launchers:
         """Closes all connections."""
         for launcher in self._all:
             if launcher.peer:
-                launcher.peer.connection.close()
+                launcher.peer.close()

@@ -2,14 +2,12 @@
 """The messages between the launchers of an elastic group and its rendezvous."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
 
+from phalanx._src.cluster.connections.messages import Message
 from phalanx._src.cluster.watch.membership import MEMBER, MOST, RENDEZVOUS
 
 
-@dataclass(frozen=True)
-class LauncherReport:
+class LauncherReport(Message):
     """The state of the processes of one launcher, for the rendezvous.
 
     Args:
@@ -23,8 +21,7 @@ class LauncherReport:
     has_finished: bool = False
 
 
-@dataclass(frozen=True)
-class GroupStatus:
+class GroupStatus(Message):
     """The state of the training, for the launchers.
 
     Args:
@@ -46,21 +43,11 @@ class GroupStatus:
     is_needed: bool = False
 
 
-class AbstractRendezvous(Protocol):
-    """The rendezvous of an elastic group, on this machine or on another one."""
+class KillRequest(Message):
+    """The process of this number keeps the others from continuing. The launcher of its machine ends it."""
 
-    @property
-    def address(self) -> str:
-        """Its address, for the processes."""
-
-    def start(self) -> None:
-        """Begins to work."""
-
-    def end(self) -> None:
-        """Ends it."""
-
-    def report(self, report: LauncherReport) -> GroupStatus:
-        """Reports the processes of this machine, and returns the state of the training."""
+    number: int
+    why: str
 
 
 def environment_of(address: str, number: int, most: int, environment: Mapping[str, str]) -> dict[str, str]:

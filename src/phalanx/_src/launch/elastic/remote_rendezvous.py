@@ -2,23 +2,19 @@
 """The connection of a launcher with the rendezvous of its group, which another machine holds."""
 
 import threading
-import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, suppress
-from dataclasses import asdict, replace
-from typing import Any, final
+from dataclasses import replace
+from typing import final
 
 from typing_extensions import override
 
-from phalanx._src.cluster.connections.listener import RETRY_S, expect_answers, handshake, parsed, reach, send
-from phalanx._src.cluster.connections.ports import Socket, cut
+from phalanx._src.cluster.connections.listener import enter
+from phalanx._src.cluster.connections.ports import cut
 from phalanx._src.cluster.connections.secret import secret_of
 from phalanx._src.cluster.resolvers.base import start_timeout_s
-from phalanx._src.launch.elastic.messages import GroupStatus, LauncherReport
+from phalanx._src.launch.elastic.messages import GroupStatus, KillRequest, LauncherReport
 from phalanx._src.launch.plan import Machines
 from phalanx.errors import StartupError
-
-_HELLO_S = 5.0
 
 
 @final
@@ -35,68 +31,42 @@ class RemoteRendezvous(threading.Thread):
       StartupError: the first machine does not answer, or has another secret.
     """
 
-    def __init__(
-        self,
-        environment: Mapping[str, str],
-        kill: Callable[[int, str], None],
-        machines: Machines,
-    ) -> None:
+    def __init__(self, environment: Mapping[str, str], kill: Callable[[int, str], None], machines: Machines) -> None:
         super().__init__(name="phalanx-rendezvous", daemon=True)
         self.address, self._kill = machines.address, kill
-        self._secret, self._hello = secret_of([self.address], environment), {"machine": machines.index}
-        self._connection = self._connected(start_timeout_s(environment))
+        timeout_s = start_timeout_s(environment)
+        try:
+            secret = secret_of([self.address], environment)
+            self._connection = enter(self.address, secret, {"machine": machines.index}, timeout_s)
+        except OSError as e:
+            raise StartupError(
+                f"the rendezvous at {self.address}",
+                f"machine {machines.index} could not connect to it for {timeout_s:g} s: {e.strerror or e}.",
+                "start phalanx run on the first machine too, and check whether this machine can reach its address",
+            ) from e
         self._told, self._standing = LauncherReport(), GroupStatus()
 
     def report(self, report: LauncherReport) -> GroupStatus:
-        """See `AbstractRendezvous`."""
+        """See `Rendezvous.report`."""
         if report != self._told:
             self._told = report
-            send(self._connection, asdict(report))
+            self._connection.say(report)
         return self._standing
 
     def end(self) -> None:
         """Ends the connection."""
-        cut(self._connection)
+        cut(self._connection.socket)
         self.join()
 
     @override
     def run(self) -> None:
-        with self._connection, self._connection.makefile("rb") as lines, suppress(OSError):
-            for line in lines:
-                self._hear(parsed(line))
+        with self._connection.socket:
+            for message in self._connection.messages((GroupStatus, KillRequest)):
+                if isinstance(message, KillRequest):
+                    self._kill(message.number, message.why)
+                elif isinstance(message, GroupStatus):
+                    self._standing = message
         if not self._standing.has_finished:
             # Nobody is left who could bring the processes of this machine together again.
             why = f"the launcher at {self.address}, which coordinates all machines, is gone"
             self._standing = replace(self._standing, gone=(), hopeless=why)
-
-    def _hear(self, message: dict[str, Any]) -> None:
-        if "kill" in message:
-            self._kill(message["kill"], message["why"])
-        elif message:
-            gone, members = message.pop("gone"), tuple(message.pop("members"))
-            self._standing = GroupStatus(**message, members=members, gone=None if gone is None else tuple(gone))
-
-    def _connected(self, timeout_s: float) -> Socket:
-        deadline_s, cause = time.monotonic() + timeout_s, "it closes the connection"
-        try:
-            while (connection := reach(self.address, deadline_s)) is not None:
-                if self._is_let_in(connection):
-                    return connection
-                time.sleep(RETRY_S)
-        except OSError as e:
-            cause = e.strerror or str(e)
-        raise StartupError(
-            f"the rendezvous at {self.address}",
-            f"machine {self._hello['machine']} could not connect to it for {timeout_s:g} s: {cause}.",
-            "start phalanx run on the first machine too, and check whether this machine can reach its address",
-        )
-
-    def _is_let_in(self, connection: Socket) -> bool:
-        with ExitStack() as stack:
-            stack.enter_context(connection)
-            if handshake(connection, self._secret, self._hello, _HELLO_S) is not None:
-                return False
-            connection.settimeout(None)
-            expect_answers(connection)
-            stack.pop_all()
-            return True

@@ -11,15 +11,16 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import final
 
 from typing_extensions import override
 
 from phalanx._src.cluster.connections.filters import host_of_other
 from phalanx._src.cluster.connections.hosts import LOOPBACK
-from phalanx._src.cluster.connections.listener import Connection, Listener, MessageStream, expect_answers, split
+from phalanx._src.cluster.connections.listener import Connection, Listener, expect_answers, split
 from phalanx._src.cluster.connections.secret import secret_of
 from phalanx._src.cluster.resolvers.base import start_timeout_s
+from phalanx._src.cluster.watch import meeting
 from phalanx._src.launch.elastic.launchers import Launchers, MachineLauncher
 from phalanx._src.launch.elastic.messages import GroupStatus, LauncherReport
 from phalanx._src.launch.elastic.service import Service
@@ -54,12 +55,8 @@ class _Member:
     heard_s: float
     generation: int = 0
     rank: int = _NO_RANK
-    ready: dict[str, Any] | None = None
+    ready: meeting.Readiness | None = None
     call: int = 0
-    line: MessageStream = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.line = MessageStream(self.peer.connection)
 
 
 @dataclass
@@ -146,7 +143,7 @@ class Rendezvous(threading.Thread):
         self._service.end()
 
     def report(self, report: LauncherReport) -> GroupStatus:
-        """See `AbstractRendezvous`."""
+        """Takes a report of the launcher of this machine, and returns the state of the training."""
         with self._lock:
             # The lock: this is the main thread of the launcher, while the thread of the rendezvous works.
             # A process that takes the place of another one is not gone.
@@ -182,52 +179,58 @@ class Rendezvous(threading.Thread):
                     except Exception as e:  # Nobody would notice the end of this thread, and all would wait for it.
                         self._end_all(f"the rendezvous has failed: {e!r}")
             for member in self._members.values():
-                member.peer.connection.close()
+                member.peer.close()
             self._launchers.close()
 
     def _admit(self, peer: Connection) -> None:
-        expect_answers(peer.connection)
+        expect_answers(peer.socket)
+        # Nobody waits for a process that reads nothing.
+        peer.socket.setblocking(False)
         number, machine = peer.hello.get("member"), peer.hello.get("machine")
         if self._launchers.knows(machine):
             self._launchers.connect(machine, peer)
             return
         if type(number) is not int:
-            peer.connection.close()
+            peer.close()
             return
         # A process that was started again connects before the end of its predecessor's connection is noticed.
         if number in self._members:
             self._forget(self._members[number])
         member = self._members[number] = _Member(number, peer, self._clock())
-        self._selector.register(peer.connection, selectors.EVENT_READ, member)
+        self._selector.register(peer, selectors.EVENT_READ, member)
         # A late process makes its variables alone, before it meets the others. See `Training.enter`.
-        peer.say({"is_late": self.generation > 0})
+        peer.say(meeting.Welcome(self.generation > 0))
 
     def _hear(self, member: _Member) -> None:
         # The connection was ready in this turn, and a newer one of the same process has replaced it since.
         if self._members.get(member.number) is not member:
             return
-        messages, is_open = member.line.hear()
+        messages: list[meeting.MemberMessage]
+        messages, is_open = member.peer.hear(meeting.TO_RENDEZVOUS)
         if not is_open:
             self._forget(member)
             return
         member.heard_s = self._clock()
         for message in messages:
-            if "ready" in message:
-                member.ready = message["ready"]
-                member.call = member.ready["call"]
-                self.steps = max(self.steps, member.ready["progress"][0])
-            elif "begins" in message:
-                member.call = message["begins"]
-                member.peer.say({"call": self._call_of_others(member)})
-            elif "accuses" in message and message["generation"] == self.generation:
+            self._dispatch(member, message)
+
+    def _dispatch(self, member: _Member, message: meeting.MemberMessage) -> None:
+        match message:
+            case meeting.Readiness(call, progress):
+                member.ready, member.call = message, call
+                self.steps = max(self.steps, progress[0])
+            case meeting.RunStart(call):
+                member.call = call
+                member.peer.say(meeting.RunOfOthers(self._call_of_others(member)))
+            case meeting.Accusation(ranks, generation, why) if generation == self.generation:
                 for other in self._survivors():
                     # One that is ready has left the generation, and waits for the next.
-                    if other.rank in message["accuses"] and not other.ready:
-                        self._launchers.kill(other.number, message["why"])
+                    if other.rank in ranks and not other.ready:
+                        self._launchers.kill(other.number, why)
 
     def _forget(self, member: _Member) -> None:
-        self._selector.unregister(member.peer.connection)
-        member.peer.connection.close()
+        self._selector.unregister(member.peer)
+        member.peer.close()
         del self._members[member.number]
         if member.generation:
             self._generation.gone.add(member.number)
@@ -246,7 +249,7 @@ class Rendezvous(threading.Thread):
         for member in self._members.values():
             if member.ready and member.call < call:
                 member.ready, member.generation = None, 0
-                member.peer.say({"missed": "the others have finished this training"})
+                member.peer.say(meeting.Dismissal())
 
     def _call_of_others(self, member: _Member) -> int:
         calls = [m.call for m in self._survivors() if m is not member]
@@ -279,7 +282,7 @@ class Rendezvous(threading.Thread):
         self._pending_s = self._pending_s or now_s
         if missing := [m for m in survivors if not m.ready]:
             self._wake(missing, now_s)
-        elif all(m.ready["progress"][0] < 0 for m in came if m.ready):
+        elif all(m.ready.progress[0] < 0 for m in came if m.ready):
             self._end_all("no process that has the variables is left")
         elif len(came) + len(newcomers) >= self._least or self._launchers.has_finished:
             self._form(came, sorted(newcomers, key=lambda m: m.number))
@@ -294,7 +297,7 @@ class Rendezvous(threading.Thread):
     def _invite(self, first: _Member, newcomers: list[_Member]) -> None:
         """Asks the present generation to meet newcomers after one of its next steps."""
         names = ", ".join(f"worker {member.number}" for member in newcomers)
-        first.peer.say({"change": f"{names} joins" if len(newcomers) == 1 else f"{names} join"})
+        first.peer.say(meeting.ChangeRequest(f"{names} joins" if len(newcomers) == 1 else f"{names} join"))
 
     def _wake(self, missing: list[_Member], now_s: float) -> None:
         """Ends processes that answer nothing, while others wait for them: they are stopped, or their machine is."""
@@ -306,35 +309,25 @@ class Rendezvous(threading.Thread):
                     member.number, f"has been silent for {silent_s:.0f} s, while the others wait for it"
                 )
             else:
-                member.peer.say({"ping": True})
+                member.peer.say(meeting.Ping())
 
     def _form(self, survivors: list[_Member], newcomers: list[_Member]) -> None:
         members = survivors + newcomers
         try:
-            service = self._service.start([host_of_other(m.peer.connection) for m in members])
+            service = self._service.start([host_of_other(m.peer.socket) for m in members])
         except OSError as e:
             self._end_all(f"{e}")
             return
         self._generation = _Generation(self.generation + 1, tuple(m.number for m in members))
-        readies = [m.ready or {} for m in members]
-        progress = [ready["progress"] for ready in readies[: len(survivors)]]
+        readies = [m.ready for m in members if m.ready]
+        progress = [ready.progress for ready in readies[: len(survivors)]]
         source = progress.index(max(progress)) if progress else 0
-        call = members[0].call
+        call, addresses = members[0].call, tuple(ready.address for ready in readies)
+        is_even = all(ready.progress == readies[source].progress for ready in readies)
+        is_alike = all(ready.variables == readies[source].variables for ready in readies)
         for rank, member in enumerate(members):
             member.ready, member.generation, member.rank, member.call = None, self.generation, rank, call
-            member.peer.say(
-                {
-                    "generation": self.generation,
-                    "service": service,
-                    "addresses": [ready["address"] for ready in readies],
-                    "rank": rank,
-                    "source": source,
-                    **{
-                        name: all(ready[of] == readies[source][of] for ready in readies)
-                        for name, of in (("is_even", "progress"), ("is_alike", "variables"))
-                    },
-                }
-            )
+            member.peer.say(meeting.Generation(self.generation, service, addresses, rank, source, is_even, is_alike))
         self._pending_s = None
         if self.generation > 1:
             numbers = ", ".join(map(str, self._generation.members))

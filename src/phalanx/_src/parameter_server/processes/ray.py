@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from phalanx._src.cluster.connections.door import Door, Entrance
+from phalanx._src.cluster.connections.door import Door, Entrance, MeetingPlace
 from phalanx._src.cluster.connections.hosts import LOOPBACK, is_loopback, numeric
 from phalanx._src.cluster.connections.listener import split
 from phalanx._src.cluster.connections.secret import TOKEN, new_token, secret_of
@@ -248,7 +248,7 @@ class RayCluster:
                 salt = secrets.token_hex(16)
                 host = LOOPBACK if self._door.is_local else numeric(split(chief)[0])
                 self._session = Session(self._ray, host, secret.proof(_RAY_TOKEN, salt), dashboard=dashboard)
-            self._door.tell({"ray": self._ray.get_runtime_context().gcs_address, "salt": salt})
+            self._door.tell(MeetingPlace(self._ray.get_runtime_context().gcs_address, salt))
             self._await(tasks, self._ray.cluster_resources, timeout_s)
         except BaseException:
             self.close()
@@ -353,17 +353,17 @@ class Server:
         processes = OwnedProcesses()
         try:
             with Entrance(self._chief, secret, _resource(self._task), timeout_s) as chief:
-                if "ray" not in chief.message:
+                if not isinstance(place := chief.message, MeetingPlace):
                     raise StartupError(
                         f"Server({self._task}).join()",
                         f"the chief, {self._chief}, exited before all tasks had joined, or is waiting for one of them.",
                         "look at the output of the chief",
                     )
-                token = secret.proof(_RAY_TOKEN, str(chief.message["salt"])) if chief.message.get("salt") else ""
+                token = secret.proof(_RAY_TOKEN, place.salt) if place.salt else ""
                 # Each task needs its own temporary folder: nodes that start together on one machine would choose the same
                 # names in a common one.
                 for tries_left in reversed(range(_TRIES)):
-                    node = self._start(chief, token, processes.marked)
+                    node = self._start(place.ray, token, processes.marked)
                     try:
                         if self._stay(chief, node, is_last=not tries_left):
                             return
@@ -377,8 +377,7 @@ class Server:
     def _chief(self) -> str:
         return self._spec.task_address("chief", 0)
 
-    def _start(self, chief: Entrance, token: str, processes: MarkedProcesses) -> subprocess.Popen[str]:
-        ray = str(chief.message["ray"])
+    def _start(self, ray: str, token: str, processes: MarkedProcesses) -> subprocess.Popen[str]:
         host, _ = split(self._spec.task_address(self._task.type, self._task.index))
         variables = dict(os.environ)
         # A Ray that the user has started on the chief has the token of the user.
