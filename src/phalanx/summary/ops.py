@@ -393,7 +393,7 @@ def _is_list_of_texts(data: object) -> bool:
 def _is_symbolic() -> bool:
     """Returns whether Keras runs this code only to learn the shapes of a layer's outputs."""
     active, scope = compat.active_scope(), compat.surrounding_scope()
-    return active is not scope and not (isinstance(scope, LiftScope) and scope.is_innermost_trace)
+    return active is not scope and not (isinstance(scope, LiftScope) and not scope.inner_traces.is_inside)
 
 
 def _agreed(condition: Recorded) -> Recorded:

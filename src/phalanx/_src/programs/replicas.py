@@ -127,7 +127,7 @@ class _Run:
             # XLA may leave a result sharded over the devices of its replica. Users read results per replica, so gather them.
             results = with_sharding_constraint(results, topology.per_replica)
         components = iter(outputs.parts)
-        scope.values_change()
+        scope.inner_traces.values_change()
         for entry, value in zip(itertools.compress(entries, discovery.written), outputs.values, strict=True):
             entry.written = True
             entry.replace(value, next(components) if entry.policy.on_read else None)

@@ -25,20 +25,11 @@ from phalanx._src.tracing import context, equality
 from phalanx._src.tracing.boundary import combine, combined, first_component, mean_of_integers
 from phalanx._src.tracing.discovery import AbstractPass
 from phalanx._src.tracing.entry import Entry, ShardEntry
+from phalanx._src.tracing.inner_traces import InnerTraces
 from phalanx._src.tracing.policy import Combine, Write, describe, refuse_write
 from phalanx._src.tracing.structure import add_once
-from phalanx._src.typed_jax import get_opaque_trace_state, make_user_context
-from phalanx.errors import NestedWriteError, VariableError
+from phalanx.errors import VariableError
 from phalanx.errors.frames import user_place
-
-# JAX caches traces of inner functions (under `jax.jit`, and bodies of `jax.lax` loops) by their input shapes and by this context.
-# Without the context, a function that closes over a variable would run with the tracers of an earlier program.
-# https://github.com/jax-ml/jax/pull/38473 describes the same problem for plain closures.
-_trace_key = make_user_context()
-
-# Keys that can be used again, because no inner trace under them has read a variable. A new key per program would fill JAX's
-# caches with a copy of every jnp function per model.
-_free_keys: list[object] = []
 
 
 class VariableScope(compat.AbstractLiftScope):
@@ -52,6 +43,8 @@ class VariableScope(compat.AbstractLiftScope):
       pass_: the pass that runs the function.
       mapped: whether the function runs under `shard_map`.
       entries: the variables that were used so far, by id.
+      inner_traces: what JAX traces inside the function.
+      free_writes: number of surrounding update contexts, in which any assignment is allowed.
       tapes: one function per gradient tape that records. It watches variables that are used for the first time.
     """
 
@@ -62,57 +55,24 @@ class VariableScope(compat.AbstractLiftScope):
         self.entries: dict[int, Entry] = {}
         self.tapes: list[Callable[[Sequence[Entry]], None]] = []
         self._deferred: set[int] = set()
-        self._free_writes = 0
-        self._trace_state: Any = None
+        self.inner_traces = InnerTraces()
+        self.free_writes = 0
         self._averages: set[int] = set()
-        self._key: object = None
-        self._key_context: Any = None
-        self._was_read_inside = False
 
     @override
     def __enter__(self) -> Self:
         super().__enter__()
-        self._take_key()
-        self._trace_state = get_opaque_trace_state()
+        self.inner_traces.__enter__()
         return self
 
     @override
     def __exit__(self, *exception: object) -> None:
-        self._drop_key()
+        self.inner_traces.__exit__(*exception)
         super().__exit__(*exception)
-
-    def values_change(self) -> None:
-        """Invalidates cached inner traces that have read variables. Call it before the value of an entry changes."""
-        if self._was_read_inside:
-            self._drop_key()
-            self._take_key()
 
     @override
     def note_read(self) -> None:
-        if not self.is_innermost_trace:
-            self._was_read_inside = True
-
-    def _take_key(self) -> None:
-        """Enters a key under which JAX has no cached traces that depend on values of variables."""
-        # Not `if _free_keys`: another thread may take the last key between the test and `pop`.
-        try:
-            self._key = _free_keys.pop()
-        except IndexError:
-            self._key = object()
-        self._was_read_inside = False
-        self._key_context = _trace_key(self._key)
-        self._key_context.__enter__()
-
-    def _drop_key(self) -> None:
-        """Leaves the key. It can be used again unless an inner trace under it depends on values of variables."""
-        self._key_context.__exit__(None, None, None)
-        if not self._was_read_inside:
-            _free_keys.append(self._key)
-
-    @property
-    def is_innermost_trace(self) -> bool:
-        """Whether the current trace is the one in which the scope was entered, not a `jax.lax` body or another inner trace."""
-        return bool(self._trace_state == get_opaque_trace_state())
+        self.inner_traces.note_read()
 
     def entry(self, variable: Variable) -> Entry:
         """Returns the entry of `variable`. The first use creates it."""
@@ -202,7 +162,7 @@ class VariableScope(compat.AbstractLiftScope):
         """Makes replicas continue from a value that was assigned outside them, and not from the outer weights before."""
         outer = compat.outer_of(entry.variable)
         is_outside = not self.mapped or context.in_cross_replica_context()
-        if outer is not None and is_outside and not self._free_writes and num_replicas() == 1:
+        if outer is not None and is_outside and not self.free_writes and num_replicas() == 1:
             self.add_update((outer, entry.value))
 
     def commit(self, other: Entry) -> None:
@@ -230,34 +190,15 @@ class VariableScope(compat.AbstractLiftScope):
     @override
     @contextmanager
     def updating(self) -> Iterator[None]:
-        self._free_writes += 1
+        self.free_writes += 1
         try:
             yield
         finally:
-            self._free_writes -= 1
-
-    def allow_free_writes(self) -> None:
-        """Makes the whole scope an update context, in which any assignment is allowed."""
-        self._free_writes += 1
-
-    @property
-    def is_updating(self) -> bool:
-        """Whether this code runs in update context."""
-        return self._free_writes > 0
-
-    def _require_innermost(self, call: str, hint: str) -> None:
-        """Raises in an inner trace. A value computed there is a tracer of that trace, and would leak if it were stored."""
-        if not self.is_innermost_trace:
-            raise NestedWriteError(
-                f"{call} at {user_place()}",
-                "the call is inside the body of a jax.lax loop or branch, or inside another JAX transformation, and the new "
-                "value cannot leave it.",
-                hint,
-            )
+            self.free_writes -= 1
 
     def _writable(self, variable: Variable) -> Entry:
         """Returns the entry of `variable` for a write, and marks it as written."""
-        self._require_innermost(
+        self.inner_traces.require_outside(
             f"assign to {describe(variable)}",
             "phalanx.scan, phalanx.cond, phalanx.while_loop or phalanx.remat instead of the JAX function; jax.jit is not "
             "needed, because the step is compiled anyway",
@@ -267,7 +208,7 @@ class VariableScope(compat.AbstractLiftScope):
         if entry.value is None:
             entry.value = self.value(variable)
         entry.written = True
-        self.values_change()
+        self.inner_traces.values_change()
         return entry
 
     def _combined(self, entry: Entry, value: jax.Array) -> jax.Array:
@@ -275,9 +216,9 @@ class VariableScope(compat.AbstractLiftScope):
         if self.mapped and context.in_cross_replica_context():
             # A merge function may have closed over a value that differs between replicas. The value of replica 0 is used, so
             # that the variable stays equal on all of them.
-            value = value if self._free_writes else primitives.broadcast(value, lax.axis_size(REPLICA_AXIS))
+            value = value if self.free_writes else primitives.broadcast(value, lax.axis_size(REPLICA_AXIS))
             return first_component(entry.policy, value)
-        count = 1 if self._free_writes else num_replicas()
+        count = 1 if self.free_writes else num_replicas()
         if count == 1:
             return value
         if entry.policy.write is Write.REFUSED:
@@ -287,7 +228,9 @@ class VariableScope(compat.AbstractLiftScope):
             return equality.marked(value, description)
         if entry.policy.write is Write.AT_BOUNDARY:
             entry.diverged = True
-            return self._of_rows(entry, value) if entry.policy.on_demand else value
+            rows = context.require_replica().rows if entry.policy.on_demand else None
+            # A mean over no rows is none: a replica without real rows keeps its value.
+            return value if rows is None else rows.with_rows(value, entry.value)
         if entry.policy.combine is Combine.FIRST:
             return primitives.broadcast(value, count)
         replica = context.require_replica()
@@ -301,12 +244,6 @@ class VariableScope(compat.AbstractLiftScope):
             mean = replica.all_reduce(ReduceOp.MEAN, value)
         # A batch without a single real row changes nothing.
         return mean if replica.rows is None or replica.rows.total else entry.value
-
-    @staticmethod
-    def _of_rows(entry: Entry, value: jax.Array) -> jax.Array:
-        """Returns `value` if this replica has real rows, else the present value: a mean over no rows is none."""
-        rows = context.require_replica().rows
-        return value if rows is None else rows.with_rows(value, entry.value)
 
     @property
     @override

@@ -141,9 +141,8 @@ class _Surroundings:
         if outer is not None:
             # A program must know every generator and optimizer that it uses, in bodies too.
             scope.pass_.notes = outer.pass_.notes
-        # The body of a loop inside an optimizer's update is in update context too.
-        if outer is not None and outer.is_updating:
-            scope.allow_free_writes()
+            # The body of a loop inside an optimizer's update is in update context too.
+            scope.free_writes = outer.free_writes
         return scope
 
     def written_values(self, scope: BodyScope) -> list[Any]:

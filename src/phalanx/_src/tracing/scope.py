@@ -56,7 +56,7 @@ class LiftScope(VariableScope):
           ContextError: called in a replica function or in an inner trace.
         """
         in_replica = context.depth() > 0 and context.current().replica is not None
-        if self.mapped or in_replica or not self.is_innermost_trace:
+        if self.mapped or in_replica or self.inner_traces.is_inside:
             raise draws.refuse_draw()
         return self.pass_.draw(iterator, is_optional=is_optional)
 
@@ -76,7 +76,7 @@ class LiftScope(VariableScope):
             self._defer_gradients(strategy, optimizer, grads, variables)
             return
         add_once(optimizer, self.pass_.notes.optimizers)
-        if self._free_writes:
+        if self.free_writes:
             self._apply(optimizer, apply, grads, variables)
             return
         self.aggregations += 1
@@ -138,7 +138,7 @@ class LiftScope(VariableScope):
             if dim is None:
                 variable.assign(new)
             else:
-                self.values_change()
+                self.inner_traces.values_change()
                 self.entry(variable).put_shard(new, dim)
 
     def _apply(
@@ -178,7 +178,7 @@ class LiftScope(VariableScope):
                 "pass one gradient per variable",
             )
         # In update context, and with one replica, gradients are equal on all replicas and need not be scattered.
-        is_whole = self._free_writes > 0 or num_replicas() == 1
+        is_whole = self.free_writes > 0 or num_replicas() == 1
         dims = tuple(
             None if is_whole or g is None else _sharded_dim(strategy, v) for g, v in zip(grads, trained, strict=True)
         )
@@ -186,7 +186,7 @@ class LiftScope(VariableScope):
 
     def defer_update(self, update: Update) -> None:
         """Defers an update until the program has ended. It then runs on the devices that hold the variables."""
-        self._require_innermost(
+        self.inner_traces.require_outside(
             f"{type(update.optimizer).__name__}.apply was called", "call strategy.run once per step"
         )
         self.updates.append(update)
@@ -199,7 +199,7 @@ class LiftScope(VariableScope):
           NestedWriteError: called in an inner trace, which the value cannot leave.
         """
         call, hint = f"phalanx.summary.{record.kind}({record.tag!r}, ...)", "return the value, and record it outside"
-        self._require_innermost(call, hint)
+        self.inner_traces.require_outside(call, hint)
         if self.records is None:
             raise NestedWriteError(
                 f"{call} at {user_place()}",
@@ -216,7 +216,7 @@ class LiftScope(VariableScope):
     @override
     def aggregated(self, grads: Sequence[Any], dims: Sequence[int | None] = ()) -> Sequence[Any]:
         # In update context the gradients are aggregated already. A second sum would multiply them.
-        if self._free_writes:
+        if self.free_writes:
             return grads
         self.aggregations += 1
         grads = _weight(grads)
@@ -237,7 +237,7 @@ class LiftScope(VariableScope):
     @override
     def check_stateless_apply(self) -> None:
         mode = context.current()
-        if mode.replica is not None and mode.strategy.local_updates is not None and not self._free_writes:
+        if mode.replica is not None and mode.strategy.local_updates is not None and not self.free_writes:
             raise _refuse_stateless_apply("local_updates")
 
     @property

@@ -79,7 +79,7 @@ class GradientTape:
                 "it differentiates the program of a step, and eager code has no program.",
                 "enter it inside strategy.run(step), or write @phalanx.function above the step",
             )
-        if not scope.is_innermost_trace or isinstance(scope, BodyScope):
+        if scope.inner_traces.is_inside or isinstance(scope, BodyScope):
             raise TapeError(
                 f"a GradientTape was entered at {user_place()}",
                 "this line is inside the body of a loop or branch, or inside another JAX transformation, where a tape cannot "
@@ -89,7 +89,7 @@ class GradientTape:
         self._scope, self._recording = scope, True
         self._number = next(_tape_numbers)
         # Entering gives each variable a new traced value, so inner traces that JAX has cached with the old ones are stale.
-        scope.values_change()
+        scope.inner_traces.values_change()
         self._watch_variables(list(scope.entries.values()))
         scope.tapes.append(self._watch_variables)
         return self
@@ -259,7 +259,7 @@ class GradientTape:
                 'must be "none" or "zero".',
                 'unconnected_gradients="zero"',
             )
-        if self._scope is None or innermost() is not self._scope or not self._scope.is_innermost_trace:
+        if self._scope is None or innermost() is not self._scope or self._scope.inner_traces.is_inside:
             raise TapeError(
                 "GradientTape.gradient was called outside the function in which the tape was entered",
                 "the tape's record exists only while that function is traced.",
