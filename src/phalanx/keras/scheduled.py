@@ -16,12 +16,7 @@ from phalanx._src.input.sources.base import State
 from phalanx._src.input.sources.functions import InputContext
 from phalanx._src.programs.interrupts import Interrupts
 from phalanx._src.strategies.parameter_server import ParameterServerStrategy
-from phalanx.coordinator import (
-    ClusterCoordinator,
-    PerWorkerDataset,
-    RemoteValue,
-    experimental_get_current_worker_index,
-)
+from phalanx.coordinator import ClusterCoordinator, PerWorkerDataset, RemoteValue, experimental_get_current_worker_index
 from phalanx.errors import InvalidArgumentError
 from phalanx.keras import steps
 from phalanx.keras.backup import refuse_position

@@ -122,15 +122,7 @@ class ModelTrainer:
                 progress.begin(progress.epoch or compat.first_epoch(model, initial_epoch))
                 most, fresh = _capped(epochs), self._fresh
                 run = Run(
-                    data,
-                    validation,
-                    hooks,
-                    _in_order(callbacks),
-                    progress,
-                    most,
-                    validation_freq,
-                    training,
-                    fresh,
+                    data, validation, hooks, _in_order(callbacks), progress, most, validation_freq, training, fresh
                 )
                 if _any_of(hooks.callbacks, BackupAndRestore):
                     run.restore_states()

@@ -18,19 +18,11 @@ from keras.src.backend.jax.trainer import JAXTrainer as _JAXTrainer
 from keras.src.trainers.data_adapters import array_slicing as _array_slicing
 from keras.src.trainers.data_adapters import data_adapter_utils as _data_adapter_utils
 from keras.src.trainers.data_adapters import get_data_adapter as _get_data_adapter
-from keras.src.trainers.data_adapters.array_data_adapter import (
-    ArrayDataAdapter as _ArrayDataAdapter,
-)
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter as _ArrayDataAdapter
 from keras.src.trainers.data_adapters.data_adapter import DataAdapter as _DataAdapter
-from keras.src.trainers.data_adapters.generator_data_adapter import (
-    GeneratorDataAdapter as _GeneratorDataAdapter,
-)
-from keras.src.trainers.data_adapters.py_dataset_adapter import (
-    PyDatasetAdapter as _PyDatasetAdapter,
-)
-from keras.src.trainers.data_adapters.tf_dataset_adapter import (
-    TFDatasetAdapter as _TFDatasetAdapter,
-)
+from keras.src.trainers.data_adapters.generator_data_adapter import GeneratorDataAdapter as _GeneratorDataAdapter
+from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter as _PyDatasetAdapter
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter as _TFDatasetAdapter
 from keras.src.trainers.trainer import Trainer as _Trainer
 from keras.src.utils.python_utils import is_default as _is_default
 from keras.src.utils.python_utils import pythonify_logs as _pythonify_logs

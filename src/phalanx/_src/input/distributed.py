@@ -190,12 +190,7 @@ class DistributedDataset:
 
 
 def distribute(
-    dataset: Any,
-    where: Callable[[], Topology],
-    options: InputOptions,
-    *,
-    batch_size: int | None,
-    drop_remainder: bool,
+    dataset: Any, where: Callable[[], Topology], options: InputOptions, *, batch_size: int | None, drop_remainder: bool
 ) -> DistributedDataset:
     """Splits the batches of a dataset over the replicas.
 
