@@ -60,6 +60,7 @@ class Int8(Code):
     def encode(self, x: jax.Array) -> jax.Array:
         blocks = x.reshape(x.shape[0], -1, self.block)
         scales = jnp.abs(blocks).max(axis=-1) / self._most
+        # A block of zeros has the scale 0, and 0 / 0 would be NaN.
         codes = jnp.round(blocks / jnp.where(scales > 0, scales, 1)[..., None]).astype(jnp.int8)
         return jnp.concatenate([codes, lax.bitcast_convert_type(scales.astype(jnp.float32), jnp.int8)], axis=-1)
 

@@ -74,6 +74,7 @@ class CompressedSum:
         """
         taken = set(self._taken)
         sums = self._whole([None if i in taken else g for i, g in enumerate(grads)])
+        # In bfloat16, what was not sent would often be less than the last bit of the gradient to which it is added.
         gradients = [grads[i].astype(jnp.float32) for i in self._taken]
         totals, new = self._sum(gradients, list(state)) if gradients else ([], list(state))
         for i, total in zip(self._taken, totals, strict=True):
@@ -118,5 +119,6 @@ def _random(shape: tuple[int, ...] | None) -> Variable:
     hint = keras.Variable(
         keras.initializers.RandomNormal(stddev=1.0, seed=0), shape=shape, trainable=False, name="hint"
     )
+    # Products with a hint add up to the product of the sum only if all replicas have the same hint.
     compat.keep_equal([hint])
     return hint

@@ -100,6 +100,7 @@ class LargestSum(Compression):
         _, places = lax.top_k(jnp.abs(x), max(1, round(self._fraction * x.size)))
         # One message.
         message = jnp.stack([lax.bitcast_convert_type(x[places], jnp.int32), places])
+        # No sum over the replicas, because each chooses other places.
         arrived = lax.all_gather(message, REPLICA_AXIS)
         total = jnp.zeros_like(x).at[arrived[:, 1]].add(lax.bitcast_convert_type(arrived[:, 0], x.dtype))
         return Sum(split(total, arrays), split(x.at[places].set(0), arrays), [])
@@ -128,10 +129,12 @@ class LowRankSum(Compression):
     def sum(self, arrays: list[jax.Array], hints: list[jax.Array]) -> Sum:
         matrices = [x.reshape(_matrix(x.shape)) for x in arrays]
         left = _sums([m @ q for m, q in zip(matrices, hints, strict=True)])
+        # For an orthonormal basis p, the factor m.T @ p is the best one: p @ (m.T @ p).T is the projection of m.
         bases = [jnp.linalg.qr(p)[0] for p in left]
         factors = [m.T @ p for m, p in zip(matrices, bases, strict=True)]
         right = _sums(factors)
         totals = [(p @ q.T).reshape(x.shape) for p, q, x in zip(bases, right, arrays, strict=True)]
+        # With its own factor: what this replica has put into the total is the projection of its own matrix, because sums are linear.
         unsent = [x - (p @ q.T).reshape(x.shape) for p, q, x in zip(bases, factors, arrays, strict=True)]
         return Sum(totals, unsent, right)
 

@@ -131,6 +131,7 @@ class Copier:
           is_lenient: whether a variable that a failed program has consumed gets an old value.
         """
         values: IdentityMap[np.ndarray] = IdentityMap()
+        # Before the values are read, so that an assignment by another thread in between makes the next copy due.
         self._known = _changes.count
         shares: IdentityMap[Share] = IdentityMap()
         for variable, _ in _variables.items():
@@ -161,6 +162,7 @@ class Copier:
         if last is not None and last[0]() is array:
             return last[1]
         host = to_host(array)
+        # Weak, so that a copy on the host does not keep the memory of the device.
         self._last[variable] = weakref.ref(array), host
         return host
 

@@ -70,6 +70,7 @@ class CopySchedule:
         if is_agreed:
             self.every = _AGREED_EVERY
         elif self._is_measured and self._digits < step.bit_length() > _AGREE_AFTER:
+            # The longest, because with a shorter one the process with the slowest copies would exceed its share.
             self.every = int(exchange(np.array([self._wanted])).max())
             self._due = min(self._due, self._next_due(step))
         self._digits = step.bit_length()

@@ -243,6 +243,7 @@ def _elastic_results(step: Callable[[Any], T], loop: _Loop, training: Training) 
 
 def _on_host(result: T) -> T:
     """Returns a result with its fully replicated arrays on the host, so that they outlive the devices of the group."""
+    # This process has only a part of other arrays, and to read the rest would be a collective.
     host_result: T = jax.tree.map(
         lambda x: np.asarray(x) if isinstance(x, jax.Array) and x.is_fully_replicated else x, result
     )

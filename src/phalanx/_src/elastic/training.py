@@ -236,6 +236,7 @@ class Training:
         if self._brought is not None:
             return self._brought
         watchdog, are_here = watch.own(), isinstance(cause, GroupChange)
+        # If the watchdog has counted no step since, no program has consumed the variables: they are those before the step.
         is_whole = are_here or not self._is_inside or watchdog is None or watchdog.steps == self._steps_before
         if not is_whole or (self._progress.is_agreed and not are_here):
             return self._copy
@@ -269,6 +270,7 @@ class Training:
 
     def _try_to_change(self, offer: Copy, values: list[Any]) -> None:
         bootstrap.leave()
+        # A compiled program keeps the devices of the last group alive.
         forget_all()
         kinds = kinds_of(values)
         generation = self._member.meet(
@@ -292,6 +294,7 @@ class Training:
                 # Not a collective, because that would need a program to trace.
                 shared_state = coordination.share(packed_state)
             step, theirs, position, kinds, every = text.unpacked(shared_state)
+            # Otherwise all have made the same steps, and so have the same values already.
             if not generation.is_even:
                 arrays = [np.zeros(kind.shape, kind.dtype) for kind in map(Kind._make, kinds)]
                 source_values = [value for _, value in values] if has_it else arrays

@@ -17,6 +17,7 @@ from phalanx._src.launch.plan import EVALUATOR, ProcessSpec
 from phalanx._src.launch.relay import LONGEST_WAIT_S, Relay
 from phalanx.errors import StartupError
 
+# The exit code of a POSIX shell for a command that was found and cannot be run (POSIX.1-2017, XCU 2.8.2).
 _CANNOT_START = 126
 
 

@@ -75,6 +75,7 @@ class WorkerProcess(AbstractWorkerProcess):
         self._process = subprocess.Popen(
             spec.argv,
             env={**spec.environment, MARK: mark},
+            # Several processes that read one terminal would each get a part of what is typed.
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -168,4 +169,5 @@ def _is_stopped(pid: int) -> bool:
     """Returns whether a child process is stopped by SIGSTOP."""
     if sys.platform != "linux":
         return False
+    # WNOWAIT leaves the report in place, so that a later call gets it too.
     return os.waitid(os.P_PID, pid, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None

@@ -30,10 +30,12 @@ class Signals:
     def __enter__(self) -> Self:
         self._ours, self._theirs = socket.socketpair()
         self._ours.setblocking(False)
+        # Python writes a byte per signal, and a full buffer must not block the handler (signal.set_wakeup_fd requires it).
         self._theirs.setblocking(False)
         self._fd_before = signal.set_wakeup_fd(self._theirs.fileno(), warn_on_full_buffer=False)
         handled_signals = [s for s in _ENDING if signal.getsignal(s) is not signal.SIG_IGN]
         self._before: dict[int, Any] = {s: signal.signal(s, self._note) for s in handled_signals}
+        # Without a handler in Python, the kernel ignores SIGCHLD, and nothing is written.
         self._before[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
         return self
 

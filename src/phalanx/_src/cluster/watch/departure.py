@@ -30,6 +30,7 @@ _STEPS_TO_LEAVE = 4
 _CONNECT_S = 60.0
 """Longest time in seconds in which a process must leave a group that has lost another one before its first step."""
 _POLL_S = 0.1
+# EX_TEMPFAIL of BSD's sysexits.h: another attempt may succeed.
 _NO_PROGRESS = 75
 
 _HOLD = """

@@ -16,6 +16,7 @@ from phalanx._src.cluster.connections.messages import Message
 from phalanx._src.cluster.connections.ports import cut, sockets_of_process
 from phalanx._src.cluster.connections.strangers import End, Strangers
 
+# Such a question has 10 to 20 KB. The sockets of the watchdog do not block, and cut off what exceeds their buffers.
 _MOST_AT_ONCE = 500
 
 
