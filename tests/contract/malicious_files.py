@@ -119,7 +119,14 @@ def json_changed(chance, path):
         value = json.loads(path.read_bytes())
     except (ValueError, RecursionError):
         return
-    path.write_text(hostile_json(chance, value))
+    path.write_text(many_lists(chance) or hostile_json(chance, value))
+
+
+def many_lists(chance):
+    """At times, JSON of a few bytes per value, each of which takes many times its bytes in the memory."""
+    values = ("[],", "{},", "[" * 100 + "]" * 100 + ",", '{"":0},', '"ab",')
+    text = chance.choice(values) if chance.random() < 0.1 else ""
+    return f"[{text * (12_000_000 // len(text))}0]" if text else ""
 
 
 def hostile_json(chance, value):
@@ -166,7 +173,7 @@ def header_changed(chance, path):
         header = json.loads(data[8 : 8 + size])
     except (ValueError, RecursionError):
         return
-    text = hostile_json(chance, header).encode()
+    text = (many_lists(chance) or hostile_json(chance, header)).encode()
     told = len(text) if chance.random() < 0.9 else 2 ** chance.randrange(64)
     path.write_bytes(struct.pack("<Q", told) + text + data[8 + size :])
 

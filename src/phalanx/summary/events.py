@@ -5,6 +5,7 @@ import contextlib
 import glob
 import importlib.util
 import io
+import itertools
 import os
 import time
 import wave
@@ -16,7 +17,7 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-from phalanx._src.checkpoint.untrusted import read_data
+from phalanx._src.cluster.untrusted import read_data
 from phalanx._src.tracing.records import Record
 from phalanx.summary.steps import Step
 
@@ -24,6 +25,9 @@ _TYPES = {"float32": 1, "float64": 2, "int32": 3, "uint8": 4, "int16": 5, "int8"
 """Numbers of `tensorflow/core/framework/types.proto`. Other types are written as float32."""
 
 _STRING = 7
+
+_LARGEST_EVENT, _BYTES_OF_A_SCALAR = 1_000_000, 400
+"""The most bytes of an event with scalars, and those that one takes in `scalars_in`."""
 
 Notes: TypeAlias = tuple[Any, ...]
 """What a record holds besides its array: the description first, then what its kind needs."""
@@ -186,20 +190,30 @@ _KINDS: dict[str, tuple[str, bytes, Callable[[Any, Any], object]]] = {
 
 
 def scalars_in(pattern: str) -> dict[int, dict[str, float]]:
-    """Returns the scalars of the event files that match a pattern, by step and tag. Ignores what is damaged or incomplete."""
+    """Returns the scalars of the event files that match a pattern, by step and tag.
+
+    Ignores what is damaged or incomplete, and what would take more memory than three times the size of a file and 200 MB.
+    """
     scalars: dict[int, dict[str, float]] = {}
     for path in sorted(glob.glob(pattern)):
         try:
             data = read_data(Path(path))
         except (OSError, ValueError):
             continue
-        for event in _events_of(data):
-            for value in event.summary.value:
-                content = value.tensor.tensor_content
-                if value.metadata.plugin_data.plugin_name == "scalars" and len(content) == np.float32().nbytes:
-                    scalars.setdefault(event.step, {})[value.tag] = float(np.frombuffer(content, np.float32)[0])
+        most = (3 * len(data) + 200_000_000) // _BYTES_OF_A_SCALAR
+        for step, tag, value in itertools.islice(_scalars_of(data), most):
+            scalars.setdefault(step, {})[tag] = value
     # Files are sorted by name and not by step: a training run that was restarted has several.
     return dict(sorted(scalars.items()))
+
+
+def _scalars_of(data: bytes) -> Iterator[tuple[int, str, float]]:
+    """Yields the step, the tag and the value of each scalar in a file."""
+    for event in _events_of(data):
+        for value in event.summary.value:
+            content = value.tensor.tensor_content
+            if value.metadata.plugin_data.plugin_name == "scalars" and len(content) == np.float32().nbytes:
+                yield event.step, value.tag, float(np.frombuffer(content, np.float32)[0])
 
 
 def _events_of(data: bytes) -> Iterator[Any]:
@@ -214,6 +228,8 @@ def _events_of(data: bytes) -> Iterator[Any]:
         # No event is empty. A file of zeros has millions of such records.
         if not size or at + size + 16 > len(data):
             return
-        with contextlib.suppress(DecodeError):
-            yield Event.FromString(data[at + 12 : at + 12 + size])
+        # Those with images may be large. A parsed event takes up to 50 times its bytes.
+        if size <= _LARGEST_EVENT:
+            with contextlib.suppress(DecodeError):
+                yield Event.FromString(data[at + 12 : at + 12 + size])
         at += size + 16

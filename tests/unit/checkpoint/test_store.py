@@ -152,6 +152,20 @@ def test_file_of_holes_is_refused(tmp_path):
         store.CheckpointFile(file)
 
 
+def test_values_that_would_fill_the_memory_are_neither_read_nor_written(tmp_path):
+    """An empty list takes 26 times its three bytes. With large arrays beside it, it may."""
+    file, values = tmp_path / "c.safetensors", {"values": {"a": [[]] * 2_000_000}}
+    with pytest.raises(
+        CheckpointError, match=r"could not be restored: the values in .* would fill [\s\S]*HINT: arrays"
+    ):
+        store.write(file, {"w": np.ones(2)}, NOTES | values)
+    assert not os.listdir(tmp_path)
+    header = b'{"__metadata__": {"notes": "' + b"[]," * 4_000_000 + b'"}}'
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(CheckpointError, match=r"the file cannot be read: .* would fill 1.2 GB of memory"):
+        store.CheckpointFile(file)
+
+
 def test_deep_notes_are_refused(tmp_path):
     """Deeper than Python can read."""
     deep = {"format": store.OLD_FORMAT, "notes": '{"values": {"v": ' + "[" * 20_000 + "]" * 20_000 + "}}"}

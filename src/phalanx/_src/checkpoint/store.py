@@ -31,7 +31,7 @@ from safetensors.numpy import save_file
 from phalanx._src.checkpoint import shards, sums, text
 from phalanx._src.checkpoint.shards import Box, Division
 from phalanx._src.checkpoint.tensors import DTYPES, Tensors
-from phalanx._src.checkpoint.untrusted import SparseFileError
+from phalanx._src.cluster.untrusted import SparseFileError, require_memory
 from phalanx.errors import CheckpointError
 
 SUFFIX = ".safetensors"
@@ -64,7 +64,7 @@ def write(file: Path, arrays: Mapping[str, np.ndarray], notes: Mapping[str, Any]
       notes: what else to store. Must be convertible to JSON.
 
     Raises:
-      CheckpointError: the file exists already or cannot be written.
+      CheckpointError: the file exists already, cannot be written, or could not be restored.
     """
     refuse_existing(file)
     # Other users may be able to write into the folder: nobody knows the name before, and nothing is there yet.
@@ -73,13 +73,19 @@ def write(file: Path, arrays: Mapping[str, np.ndarray], notes: Mapping[str, Any]
     # The format has no checksums of its own.
     array_sums = {name: sums.of_array(array) for name, array in arrays.items()}
     metadata = {"format": _FORMAT, "notes": json.dumps({**notes, "dtypes": dtypes, "sums": array_sums})}
+    header = _header(arrays, metadata)
+    try:
+        require_memory(header, len(header) + sum(array.nbytes for array in arrays.values()))
+    except ValueError as e:
+        hint = "arrays instead of lists and dicts of many numbers"
+        raise CheckpointError(f"a checkpoint as {_short(file)}", f"it could not be restored: {e}.", hint) from e
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with shards.opened(file.parent) as folder:
             try:
                 opener = functools.partial(os.open, mode=0o666, dir_fd=folder)
                 with open(beside, "xb", buffering=0, opener=opener) as opened:
-                    _write_all(opened, _header(arrays, metadata))
+                    _write_all(opened, header)
                     for array in arrays.values():
                         _write_all(opened, array.reshape(-1).view(np.uint8).data)
                     os.fsync(opened.fileno())

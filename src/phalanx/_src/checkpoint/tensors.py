@@ -4,7 +4,6 @@
 The library maps a file into memory, so that the process dies of SIGBUS if another one shortens the file.
 """
 
-import json
 import math
 import os
 import weakref
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple, final
 import ml_dtypes  # noqa: F401  (NumPy knows the names of JAX's dtypes after this import.)
 import numpy as np
 
-from phalanx._src.checkpoint.untrusted import open_data
+from phalanx._src.cluster.untrusted import open_data, parse_json
 
 DTYPES = {
     "BOOL": "bool",
@@ -96,7 +95,7 @@ class Tensors:
         if length > size - _LENGTH_BYTES:
             raise ValueError("its list of contents ends after the file")
         self.header = self._read(np.empty(_LENGTH_BYTES + length, np.uint8), 0).tobytes()
-        entries = json.loads(self.header[_LENGTH_BYTES:])
+        entries = parse_json(self.header[_LENGTH_BYTES:], size)
         self.metadata: dict[str, str] = dict(entries.pop("__metadata__", {}))
         self.entries = {name: TensorEntry.of(entry, len(self.header), size) for name, entry in entries.items()}
         # Or else a small file could fill the memory with many copies of its bytes.

@@ -2,7 +2,6 @@
 """Reads an exported model: the program of the predictions, its variables, and the shapes of its features."""
 
 import importlib.util
-import json
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,10 +10,10 @@ from typing import Any, final
 import jax
 import keras
 import numpy as np
-from safetensors import numpy as safetensors
 
 from phalanx import feature_column
-from phalanx._src.checkpoint.untrusted import read_data
+from phalanx._src.checkpoint.tensors import Tensors
+from phalanx._src.cluster.untrusted import parse_json, read_data
 from phalanx.errors import CheckpointError, InputError, MissingDependencyError, arguments
 from phalanx.estimator.export import is_text
 from phalanx.estimator.exporting.operations import refused_operation
@@ -47,8 +46,9 @@ class SavedModel:
 
         path = Path(folder)
         try:
-            self.signature = _checked_signature(json.loads(read_data(path / SIGNATURE)))
-            self._variables = safetensors.load(read_data(path / VARIABLES))
+            self.signature = _checked_signature(parse_json(read_data(path / SIGNATURE)))
+            tensors = Tensors(path / VARIABLES)
+            self._variables = {name: tensors.array(name) for name in tensors.entries}
             # Compiled at the first prediction: JAX exports a portable program (StableHLO), not machine code.
             program = export.deserialize(bytearray(read_data(path / PROGRAM)))
             if operation := refused_operation(program):

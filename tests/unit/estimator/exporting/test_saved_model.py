@@ -71,14 +71,15 @@ def test_operations_of_linear_algebra_are_allowed():
     assert refused_operation(jax.export.deserialize(exported.serialize())) is None
 
 
-@pytest.mark.parametrize("content", [None, b"", b"{}", b"abc"])
+@pytest.mark.parametrize("content", [None, b"", b"{}", b"abc", b"[],", (1 << 23).to_bytes(8, "little") + b"[],"])
 def test_incomplete_exports_are_refused(content, folder, tmp_path):
     """A file that is missing or damaged is an error that names the folder."""
     for name in ("program.bin", "signature.json", "variables.safetensors"):
         copy = shutil.copytree(folder, tmp_path / name)
         (copy / name).unlink()
         if content is not None:
-            (copy / name).write_bytes(content)
+            # Lists that would fill the memory, as a signature and as the header of the variables.
+            (copy / name).write_bytes(content if b"[" not in content else content + b"[]," * 4_000_000)
         with refused(CheckpointError, ["load_saved_model(", "not an exported model, or is incomplete", "has returned"]):
             estimator.load_saved_model(copy)
 

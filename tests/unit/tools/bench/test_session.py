@@ -249,6 +249,11 @@ def test_bad_files_are_refused(tmp_path, capsys):
     (tmp_path / "links.json").write_text('{"links": []}')
     with pytest.raises(InvalidArgumentError, match="cannot be read as a measurement: it holds links"):
         read(str(tmp_path / "links.json"))
+    (tmp_path / "lists.json").write_text("[" + "[]," * 4_000_000 + "1]")
+    with pytest.raises(
+        InvalidArgumentError, match=r"cannot be read as a measurement: the values in .* would fill 1.2 GB"
+    ):
+        read(str(tmp_path / "lists.json"))
     assert main(json.dumps(options | {"compare": ["none.json", "none.json"]})) == 2
     assert "--compare none.json: cannot be read as a measurement" in capsys.readouterr().err
     with pytest.raises(InvalidArgumentError, match="HINT: phalanx bench --output"):

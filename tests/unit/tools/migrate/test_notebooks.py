@@ -98,6 +98,6 @@ def test_notebook_without_tensorflow_stays_byte_for_byte():
 
 
 def test_file_that_is_not_a_notebook_is_reported():
-    for source in (b"{}", b"[]", b"{", b"[" * 100_000):
+    for source in (b"{}", b"[]", b"{", b"[" * 100_000, b"[" + b"[]," * 4_000_000 + b"1]"):
         migration = migrate_notebook(source, "a.ipynb", the_table())
         assert (migration.report.exit_code, migration.source) == (2, source)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from phalanx._src.checkpoint.untrusted import read_data
+from phalanx._src.cluster.untrusted import parse_json, read_data
 from phalanx._src.launch.plan import Machine
 from phalanx._src.tools.bench.timeline import NAMES, Moments, Result, in_words, parts_of
 from phalanx._src.tools.env import report
@@ -250,7 +250,7 @@ def read(path: str) -> Measured:
       InvalidArgumentError: it is not such a file.
     """
     try:
-        saved = json.loads(read_data(Path(path)))
+        saved = parse_json(read_data(Path(path)))
         if "links" in saved:
             raise TypeError("it holds links")
         names = set(Result.__dataclass_fields__)

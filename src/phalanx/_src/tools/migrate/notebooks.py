@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Sequence
 from typing import final
 
+from phalanx._src.cluster.untrusted import parse_json
 from phalanx._src.tools.migrate.program import Migration, migrate
 from phalanx._src.tools.migrate.report import UNREADABLE, Finding, Report
 from phalanx._src.tools.migrate.table import NameTable
@@ -78,7 +79,7 @@ def migrate_notebook(source: bytes, path: str, table: NameTable) -> Migration:
       table: the table of names.
     """
     try:
-        notebook = json.loads(source)
+        notebook = parse_json(source)
         cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
         sources = ["".join(cell["source"][:]) for cell in cells]  # Only text and lists have slices.
     except (RecursionError, ValueError) as e:

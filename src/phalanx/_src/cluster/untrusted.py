@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that another user may have made: opens those that can be read to their end."""
+"""Files that another user may have made, and folders that another user may write to."""
 
+import json
 import os
 import stat
 from io import FileIO
 from pathlib import Path
 
+from phalanx.typing import PyTree
+
 _LARGE, _MOST_HOLES = 200_000_000, 100
 """From which size on a file must have been written, and at least which part of it: file systems that compress store less than all."""
+
+_COSTS = {b"[": 200, b"{": 300, b",": 80, b":": 110, b"\\u": 100}
+"""The most memory that Python needs for what follows each of these bytes in JSON, and for a copy. An escape may stand for any of the others."""
 
 
 class SparseFileError(ValueError):
@@ -44,3 +50,29 @@ def read_data(file: Path) -> bytes:
     """
     with open_data(file) as opened:
         return opened.readall()
+
+
+def require_memory(data: bytes, size: int) -> None:
+    """Checks that the values in JSON need at most three times the memory of their file, and 200 MB. `[],[]` needs 26 times its bytes.
+
+    Args:
+      data: the text, which is not parsed.
+      size: the size of the file that contains it.
+
+    Raises:
+      ValueError: they need more.
+    """
+    # A character outside ASCII makes all characters of a text take four bytes each.
+    needed = len(data) * (4 if data.isascii() else 10) + sum(cost * data.count(mark) for mark, cost in _COSTS.items())
+    if needed > 3 * size + _LARGE:
+        raise ValueError(f"the values in its {len(data)} bytes of JSON would fill {needed / 1e9:.1f} GB of memory")
+
+
+def parse_json(data: bytes, size: int = 0) -> PyTree:
+    """Returns the values in JSON. See `require_memory`; without a `size`, the text is the whole file.
+
+    Raises:
+      RecursionError, ValueError: it is not JSON, or its values would fill the memory.
+    """
+    require_memory(data, max(size, len(data)))
+    return json.loads(data)

@@ -1,10 +1,28 @@
 """Which files of other users are opened."""
 
+import json
 import os
+import tracemalloc
 
 import pytest
 
-from phalanx._src.checkpoint.untrusted import SparseFileError, open_data, read_data
+from phalanx._src.cluster import untrusted
+from phalanx._src.cluster.untrusted import SparseFileError, open_data, parse_json, read_data, require_memory
+
+VALUES = (
+    "[]",
+    "{}",
+    "[1]",
+    "[" * 90 + "]" * 90,
+    '{"":0}',
+    '{"a":[]}',
+    '"ab"',
+    '"\u00e9\u20ac"',
+    "1.5",
+    "999",
+    '{"%x":%d}',
+    "1",
+)
 
 
 @pytest.mark.parametrize(
@@ -57,3 +75,35 @@ def test_open_file_stays_if_a_pipe_takes_its_name(tmp_path):
         path.unlink()
         os.mkfifo(path)
         assert opened.read() == b"data"
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_values_of_json_take_no_more_memory_than_is_allowed(monkeypatch, value):
+    """The smallest file in which a text is allowed has a third of the memory that its values take, or more."""
+    monkeypatch.setattr(untrusted, "_LARGE", 0)
+    count = 200_000 // len(value)
+    values = [value % (i, i) if "%" in value else value for i in range(count)]
+    data = f"[{','.join(values)}]".encode()
+    least, most = 1, 1000 * len(data)
+    while least < most:
+        size = (least + most) // 2
+        try:
+            require_memory(data, size)
+            most = size
+        except ValueError:
+            least = size + 1
+    tracemalloc.start()
+    try:
+        assert len(parse_json(data, least)) == count
+        assert tracemalloc.get_traced_memory()[1] <= 3 * least
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "text", ["[" + "[]," * 4_000_000 + "1]", json.dumps("[]," * 10_000_000), '"\u20ac' + " " * 30_000_000 + '"']
+)
+def test_json_that_would_fill_the_memory_is_not_parsed(text):
+    """Also in a text, from which values are parsed later."""
+    with pytest.raises(ValueError, match=r"^the values in its \d+ bytes of JSON would fill \d\.\d GB of memory$"):
+        parse_json(text.encode())
