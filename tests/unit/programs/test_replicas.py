@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import phalanx
 from phalanx._src.options import InputOptions
-from phalanx.errors import ContextError, InvalidArgumentError, OutOfRangeError
+from phalanx.errors import ContextError, InvalidArgumentError, OutOfRangeError, TraceError
 
 pytestmark = pytest.mark.slow
 
@@ -262,3 +263,47 @@ def test_errors_reach_the_caller(strategy):
     assert sums(strategy, iterator, 8) == [2, 2, 2]
     with pytest.raises(OSError, match="disk gone"):
         strategy.run_steps(jnp.sum, iterator, 8)
+
+
+def of_another_mesh(value, *spec, kind=AxisType.Explicit):
+    """An array whose type has the mesh of `jax.make_mesh`."""
+    mesh = jax.make_mesh((2,), ("x",), (kind,))
+    return jax.device_put(value, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
+def test_arrays_of_another_mesh(strategy, kind):
+    """In all functions that take arrays; in a nest, and as a key or a number."""
+    x = of_another_mesh(np.arange(4.0, dtype="float32"), "x", kind=kind)
+    assert strategy.experimental_local_results(strategy.run(jnp.sum, (x,))) == (6, 6)
+    key, three = (of_another_mesh(value, kind=kind) for value in (jax.random.key(0), 3.0))
+    step = phalanx.function(lambda a, b: strategy.run(lambda a, b: a * b["b"][0] + jax.random.normal(b["key"]), (a, b)))
+    expected = np.arange(4.0, dtype="float32") * 3 + jax.random.normal(jax.random.key(0))
+    for result in strategy.experimental_local_results(step(x, {"b": [three], "key": key})):
+        np.testing.assert_allclose(result, expected, rtol=1e-6)
+    assert strategy.reduce("MEAN", x, axis=0) == 1.5
+    np.testing.assert_array_equal(strategy.gather(x, axis=0), np.arange(4.0))
+    rows = of_another_mesh(np.arange(8.0, dtype="float32").reshape(4, 2), "x", kind=kind)
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, kernel_initializer="ones")])
+    model.compile("sgd", "mse")
+    assert model.predict(rows, verbose=0).ravel().tolist() == [1, 5, 9, 13]
+    y = of_another_mesh(np.ones((4, 1), "float32"), "x", kind=kind)
+    assert model.fit(rows, y, batch_size=4, verbose=0).history["loss"] == [56.0]
+
+
+def test_arrays_of_another_mesh_outside_the_arguments(strategy):
+    x = of_another_mesh(np.ones(4), "x")
+    with pytest.raises(
+        TraceError, match=r"(?s)an array of another mesh in a replica function .*HINT: pass the array in args"
+    ):
+        strategy.run(lambda: x.sum())
+
+
+def test_mesh_that_is_set(strategy):
+    x = of_another_mesh(np.ones(4))
+    with (
+        jax.set_mesh(x.sharding.mesh),
+        pytest.raises(ContextError, match=r"(?s)with jax.set_mesh: .* the axes x\..*HINT: call it outside"),
+    ):
+        strategy.run(jnp.sum, (np.ones(4),))

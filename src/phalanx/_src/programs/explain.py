@@ -155,6 +155,25 @@ def fixed_batch_size(error: Exception) -> TraceError:
     )
 
 
+def array_of_another_mesh(error: Exception) -> TraceError:
+    """Returns the error for a function that reads an array of a mesh of `jax.make_mesh`, which is not among its arguments."""
+    place = frames.place_of(error)
+    return TraceError(
+        f"an array of another mesh in a replica function{_bracketed(place)}",
+        "jax.make_mesh makes the mesh a part of the type of its arrays, and replicas have another mesh.",
+        "pass the array in args of strategy.run; or jax.make_mesh(..., axis_types=(jax.sharding.AxisType.Auto,))",
+    )
+
+
+def set_mesh(axes: tuple[str, ...]) -> ContextError:
+    """Returns the error for a call of replicas while `jax.set_mesh` sets a mesh with these axes."""
+    return ContextError(
+        "strategy.run, or what calls it, with jax.set_mesh",
+        f"replicas run on the mesh of their strategy, and JAX takes no other one than that of the axes {', '.join(axes)}.",
+        "call it outside of `with jax.set_mesh(mesh):`",
+    )
+
+
 def _another_variable(variable: compat.Variable) -> TraceError:
     """Returns the error for a function that creates or uses another variable each time it is traced."""
     hint = "create variables outside the function, or only once: `if self.v is None: self.v = keras.Variable(...)`"

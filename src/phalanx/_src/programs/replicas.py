@@ -307,7 +307,12 @@ class _Run:
             traces.append(trace(replica, _first(sharded), whole, named=self._call.fn, mapped=True, refused=refused))
             return jnp.zeros((1,))
 
-        jax.eval_shape(self._shard_map(body, (True, False), _along(0)), sharded, whole)
+        try:
+            jax.eval_shape(self._shard_map(body, (True, False), _along(0)), sharded, whole)
+        except NotImplementedError as e:
+            if "Explicit" not in str(e):
+                raise
+            raise explain.array_of_another_mesh(e) from e
         return traces[0]
 
     def _body(
@@ -406,9 +411,12 @@ class _Run:
           ins: for each argument of `body`, whether its leading dim is the replica, or the specs of its arrays.
           out_specs: the specs of what `body` returns.
         """
+        mesh = self._strategy.topology.mesh
+        if (names := jax.sharding.get_abstract_mesh().axis_names) not in ((), mesh.axis_names):
+            raise explain.set_mesh(names)
         return jax.shard_map(
             body,
-            mesh=self._strategy.topology.mesh,
+            mesh=mesh,
             in_specs=tuple(x if isinstance(x, list) else _along(0) if x else partition_spec() for x in ins),
             out_specs=out_specs,
             # Other axes of the mesh stay automatic: XLA partitions each replica's program along them.

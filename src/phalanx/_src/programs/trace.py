@@ -18,6 +18,7 @@ from phalanx._src.tracing.policy import policy_of, refuse_write
 from phalanx._src.tracing.records import Record
 from phalanx._src.tracing.scope import LiftScope
 from phalanx._src.tracing.structure import Parts, Structure
+from phalanx._src.typed_jax import shape_dtype
 from phalanx.typing import PyTree
 
 
@@ -35,6 +36,7 @@ def trace_program(
     Raises:
       DiscoveryMismatch: `fn` creates another variable each time it is traced.
     """
+    inputs = jax.tree.map(_without_explicit_axes, inputs)
     random_states = slips.random_states()
     discovery, made = _traced_whole(fn, inputs, named, is_eager=eager)
     if made or slips.random_states() != random_states:
@@ -46,6 +48,15 @@ def trace_program(
     slips.warn_of_random_numbers(random_states)
     slips.warn_of_constant_keys(discovery.jaxpr)
     return replace(discovery, eager=eager, runs=[replace(run, eager=eager) for run in discovery.runs])
+
+
+def _without_explicit_axes(x: PyTree) -> PyTree:
+    """Returns the type of an array. The mesh of `jax.make_mesh` is part of it, and the replicas have another one, on which the array is placed."""
+    if not isinstance(x, jax.Array):
+        return x
+    aval = jax.typeof(x)
+    is_explicit = jax.sharding.AxisType.Explicit in aval.sharding.mesh.axis_types
+    return shape_dtype(aval.shape, aval.dtype, weak_type=aval.weak_type) if is_explicit else x
 
 
 def _traced_whole(
