@@ -147,15 +147,17 @@ def json_or_picture(name: str, value: object, hint: str) -> Path:
     """Returns the path of a file for results.
 
     Raises:
-      InvalidArgumentError: the file type is not supported, or the folder does not exist.
+      InvalidArgumentError: the file type is not supported, the folder does not exist, or something that is not a file has the name.
       MissingDependencyError: the file is a picture, and matplotlib is not installed.
     """
     file = Path(path(name, value, hint))
     called = f"{name}={str(file)!r}"
     if file.suffix not in (".json", *PICTURES):
         raise InvalidArgumentError(called, "must end with .json, .png, .svg or .pdf.", hint)
-    if not file.parent.is_dir():
+    if not os.path.isdir(file.parent):
         raise InvalidArgumentError(called, "its folder does not exist.", f"mkdir -p {file.parent}")
+    if os.path.lexists(file) and (os.path.islink(file) or not os.path.isfile(file)):
+        raise InvalidArgumentError(called, "it is a link, a folder, a device or a pipe.", hint)
     if file.suffix in PICTURES:
         try:
             importlib.import_module("matplotlib.figure")

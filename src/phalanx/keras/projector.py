@@ -3,12 +3,13 @@
 
 import json
 import os
-import secrets
 from collections.abc import Mapping
+from pathlib import Path
 
 import keras
 import numpy as np
 
+from phalanx._src.cluster.untrusted import new_file
 from phalanx.errors import InvalidArgumentError
 
 _CONFIG = "projector_config.pbtxt"
@@ -45,19 +46,15 @@ def write(folder: str, embeddings: Mapping[str, np.ndarray], metadata: str | Map
 
     Source: `tensorboard/plugins/projector/projector_config.proto`.
     """
-    os.makedirs(os.path.join(folder, "embeddings"), exist_ok=True)
     entries = []
     for name, rows in embeddings.items():
         fields = {"tensor_name": name, "tensor_path": os.path.join("embeddings", f"{name}.tsv")}
         labels = metadata if isinstance(metadata, str) else (metadata or {}).get(name)
         if labels is not None:
             fields["metadata_path"] = labels
-        _replace(
-            os.path.join(folder, fields["tensor_path"]),
-            "".join("\t".join(f"{x:.7g}" for x in row) + "\n" for row in rows),
-        )
+        _replace(folder, fields["tensor_path"], "".join("\t".join(f"{x:.7g}" for x in row) + "\n" for row in rows))
         entries.append(fields)
-    _replace(os.path.join(folder, _CONFIG), _listed(entries))
+    _replace(folder, _CONFIG, _listed(entries))
 
 
 def _listed(entries: list[dict[str, str]]) -> str:
@@ -66,10 +63,7 @@ def _listed(entries: list[dict[str, str]]) -> str:
     return "".join(f"embeddings {{\n{text}}}\n" for text in texts)
 
 
-def _replace(path: str, text: str) -> None:
+def _replace(folder: str, name: str, text: str) -> None:
     """Writes a file that a reader never sees half-written."""
-    # Others may write to the folder, and must not know the name before.
-    part = f"{path}.{secrets.token_hex(8)}.part"
-    with open(part, "x", encoding="utf-8") as file:
-        file.write(text)
-    os.replace(part, path)
+    with new_file(Path(folder, name), Path(folder)) as opened:
+        opened.write(text.encode())

@@ -7,12 +7,14 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, TextIO
 
 from typing_extensions import override
 
+from phalanx._src.cluster.untrusted import new_file, open_to_append
 from phalanx._src.tracing.records import Record
-from phalanx.errors import arguments
+from phalanx.errors import SummaryError, arguments
 from phalanx.errors.names import suggest_names
 from phalanx.summary.events import computed
 from phalanx.summary.steps import Step
@@ -125,12 +127,20 @@ class CSVTracker(Tracker):
 
     @override
     def start(self, config: Mapping[str, Any]) -> None:
-        """Opens the file."""
-        os.makedirs(os.path.dirname(self._path) or ".", exist_ok=True)
-        if config:
-            with open(f"{self._path}.config.json", "w", encoding="utf-8") as file:
-                json.dump(dict(config), file, default=str, indent=2)
-        self._file = open(self._path, "a", buffering=1, newline="", encoding="utf-8")  # noqa: SIM115
+        """Opens the file.
+
+        Raises:
+          SummaryError: it cannot be written, or is a link, a device or a pipe.
+        """
+        try:
+            os.makedirs(os.path.dirname(self._path) or ".", exist_ok=True)
+            if config:
+                with new_file(Path(f"{self._path}.config.json")) as opened:
+                    opened.write(json.dumps(dict(config), default=str, indent=2).encode())
+            self._file = open_to_append(Path(self._path))
+        except OSError as e:
+            hint = 'CSVTracker("logs/scalars.csv"), a path that this user may write to'
+            raise SummaryError(f"CSVTracker({self._path!r})", f"the file cannot be written: {e}.", hint) from e
         if not self._file.tell():
             self._write("step", "name", "value")
 

@@ -13,6 +13,7 @@ import safetensors.numpy
 from keras import layers
 
 import phalanx
+from phalanx._src.checkpoint import store
 from phalanx._src.tools.checkpoint.__main__ import COMMANDS
 from phalanx._src.tools.checkpoint.__main__ import _time as time_of
 from phalanx.errors import CheckpointError
@@ -170,6 +171,34 @@ def test_export_does_not_write_through_a_link(folder, tmp_path, name):
     with pytest.raises(CheckpointError, match="the file exists already"):
         COMMANDS["export"](folder, str(tmp_path / name.removesuffix(".index.json")), "")
     assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize("name", ["a-00001-of-00006.safetensors", "a-00003-of-00006.safetensors"])
+def test_parts_of_an_export_are_not_written_through_links(folder, tmp_path, name):
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / name).symlink_to(tmp_path / "victim")
+    with pytest.raises(CheckpointError, match=rf"{name}: the file cannot be written: .*It is a link"):
+        COMMANDS["export"](folder, str(tmp_path / "a.safetensors"), "model", 60)
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
+def test_link_that_appears_during_an_export(folder, tmp_path, monkeypatch):
+    """After the check at the beginning."""
+    monkeypatch.setattr("os.path.lexists", lambda path: False)
+    for name in ("a.npz", "a.safetensors", "a.keras", "b.safetensors.index.json"):
+        (tmp_path / name).symlink_to(tmp_path / "elsewhere")
+        with pytest.raises(CheckpointError, match="cannot be written: .*It is a link"):
+            COMMANDS["export"](
+                folder, str(tmp_path / name.removesuffix(".index.json")), "model", 60 if "b" in name[:1] else 10**9
+            )
+    assert not (tmp_path / "elsewhere").exists()
+
+
+def test_numbers_that_the_format_lacks(tmp_path):
+    path = store.file_of(tmp_path / "c")
+    store.write(path, {"a": np.ones(2, "complex128")}, {"values": {}, "names": {}, "aliases": {}})
+    with pytest.raises(CheckpointError, match=r"the format has no complex128, which a has.\nHINT: .*\.npz"):
+        store.export_arrays(tmp_path / "x.safetensors", dict(store.CheckpointFile(path).items()))
 
 
 def test_list_of_a_folder(folder, capsys, tmp_path):

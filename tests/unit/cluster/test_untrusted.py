@@ -1,13 +1,23 @@
-"""Which files of other users are opened."""
+"""Which files of other users are opened, and where files are written if others may write to the folder."""
 
+import ast
 import json
 import os
 import tracemalloc
+from pathlib import Path
 
 import pytest
 
 from phalanx._src.cluster import untrusted
-from phalanx._src.cluster.untrusted import SparseFileError, open_data, parse_json, read_data, require_memory
+from phalanx._src.cluster.untrusted import (
+    SparseFileError,
+    new_file,
+    open_data,
+    open_to_append,
+    parse_json,
+    read_data,
+    require_memory,
+)
 
 VALUES = (
     "[]",
@@ -107,3 +117,99 @@ def test_json_that_would_fill_the_memory_is_not_parsed(text):
     """Also in a text, from which values are parsed later."""
     with pytest.raises(ValueError, match=r"^the values in its \d+ bytes of JSON would fill \d\.\d GB of memory$"):
         parse_json(text.encode())
+
+
+def write(file, below=None):
+    with new_file(file, below) as opened:
+        opened.write(b"new")
+
+
+NOT_FILES = {
+    "link": lambda path: path.symlink_to(path.parent / "victim"),
+    "link to nothing": lambda path: path.symlink_to(path.parent / "nothing"),
+    "link to a device": lambda path: path.symlink_to("/dev/null"),
+    "pipe": os.mkfifo,
+    "folder": Path.mkdir,
+}
+
+
+@pytest.mark.parametrize("make", NOT_FILES.values(), ids=NOT_FILES)
+@pytest.mark.parametrize("opened", [write, open_to_append])
+def test_nothing_is_written_through_links(tmp_path, make, opened):
+    """Nor waits for the other end of a pipe."""
+    (tmp_path / "victim").write_text("mine")
+    make(tmp_path / "file")
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(OSError, match=r"It is a|Too many levels of symbolic links|Is a directory|No such device"):
+        opened(tmp_path / "file")
+    assert (tmp_path / "victim").read_text() == "mine"
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_link_in_place_of_a_folder_is_not_followed(tmp_path):
+    """But for the folder that the user has chosen."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "chosen").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "chosen")
+    write(tmp_path / "link" / "a" / "b" / "file", tmp_path / "link")
+    assert (tmp_path / "chosen" / "a" / "b" / "file").read_text() == "new"
+    (tmp_path / "chosen" / "inner").symlink_to(tmp_path / "elsewhere")
+    for folder in ("inner", "inner/deep"):
+        with pytest.raises(NotADirectoryError):
+            write(tmp_path / "link" / folder / "file", tmp_path / "link")
+    assert not os.listdir(tmp_path / "elsewhere")
+
+
+def test_file_is_written_completely_or_not_at_all(tmp_path):
+    """It keeps the permissions of the one that it replaces."""
+    file = tmp_path / "file"
+    file.write_text("old")
+    file.chmod(0o751)
+
+    def fail():
+        with new_file(file) as opened:
+            opened.write(b"half")
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
+    assert (os.listdir(tmp_path), file.read_text()) == (["file"], "old")
+    write(file)
+    assert (os.listdir(tmp_path), file.read_text(), file.stat().st_mode & 0o777) == (["file"], "new", 0o751)
+
+
+PRIVATE = {
+    "_src/cluster/connections/secret.py": "new, in a folder of this user",
+    "_src/cluster/processes/training.py": "in a folder of this user",
+    "_src/cluster/untrusted.py": "see above",
+    "_src/checkpoint/manager.py": "a lock, which is not written to",
+    "_src/checkpoint/store.py": "an archive in a file that is open",
+    "_src/parameter_server/processes/session.py": "in a folder of this user",
+    "_src/tools/bench/recorder.py": "in a temporary folder of this user",
+    "_src/tools/child.py": "/dev/null",
+    "_src/tools/results.py": "a picture in a file that is open",
+    "estimator/exporting/writing.py": "in a new folder with a random name",
+    "summary/events.py": "sounds in the memory",
+}
+"""The modules that write files themselves, and why no link of another user can be there."""
+
+
+def test_files_are_written_in_one_place():
+    """Except those in folders of this user."""
+    sources, writers = Path(untrusted.__file__).parents[2], set()
+    for path in sources.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if not isinstance(node, ast.Call):
+                continue
+            name = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            texts = {arg.value for arg in node.args[1:] if isinstance(arg, ast.Constant) and isinstance(arg.value, str)}
+            opens = name in ("open", "ZipFile", "GzipFile") and texts & {m + b for m in "wax" for b in ("", "b")}
+            flags = name == "open" and any(getattr(n, "attr", "") in ("O_WRONLY", "O_CREAT") for n in ast.walk(node))
+            if (
+                opens
+                or flags
+                or name in ("write_text", "write_bytes", "savefig", "save_file", "copy", "copyfile")
+                and (name[:4] != "copy" or getattr(getattr(node.func, "value", None), "id", "") == "shutil")
+            ):
+                writers.add(str(path.relative_to(sources)))
+    assert writers == set(PRIVATE)

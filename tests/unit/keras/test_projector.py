@@ -1,6 +1,7 @@
 """The files that TensorBoard's projector reads."""
 
 import numpy as np
+import pytest
 
 from phalanx.keras import projector
 
@@ -25,3 +26,14 @@ def test_links_of_others_are_not_written_to(tmp_path):
     (tmp_path / "projector_config.pbtxt.part").symlink_to(victim)
     projector.write(str(tmp_path), {"a": np.ones((1, 1))}, None)
     assert victim.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["embeddings", "embeddings/a.tsv", "projector_config.pbtxt"])
+def test_links_in_place_of_files_and_folders_are_not_followed(tmp_path, name):
+    log, elsewhere = tmp_path / "log", tmp_path / "elsewhere"
+    (log / name).parent.mkdir(parents=True)
+    elsewhere.mkdir()
+    (log / name).symlink_to(elsewhere)
+    with pytest.raises(OSError, match="It is a link|Not a directory"):
+        projector.write(str(log), {"a": np.ones((1, 1))}, None)
+    assert not list(elsewhere.iterdir())

@@ -41,6 +41,16 @@ def train(steps):
     model.fit(x, x[:, :1], batch_size=4, verbose=0)
 
 
+def test_profile_that_cannot_be_written(profiled, caplog):
+    """The training run goes on, and nothing is written through a link of another user."""
+    path = profiled(0, 1)
+    path.symlink_to(path.with_name("victim"))
+    with caplog.at_level("INFO", "phalanx"):
+        train(2)
+    assert f"the profile cannot be written to {path.parent}: " in caplog.text
+    assert not path.exists()
+
+
 def test_some_steps_are_profiled(profiled):
     """The file is there as soon as the last of them has ended, and has their programs. Each process profiles once."""
     path = profiled(3, 5)

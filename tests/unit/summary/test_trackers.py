@@ -115,6 +115,23 @@ def test_csv_file_is_continued(tmp_path):
     assert config == {"rate": 0.5, "path": str(tmp_path)}
 
 
+@pytest.mark.parametrize("name", ["scalars.csv", "scalars.csv.config.json"])
+def test_csv_file_is_not_written_through_links(tmp_path, name):
+    """Others may write to the folder."""
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / name).symlink_to(tmp_path / "victim")
+    writer = summary.create_tracker_writer(trackers.CSVTracker(tmp_path / "scalars.csv"), config={"rate": 0.5})
+
+    def log():
+        with writer.as_default():
+            summary.scalar("x", 1.0, step=0)
+        writer.close()
+
+    with pytest.raises(SummaryError, match=r"(?s)CSVTracker\(.*the file cannot be written: .*HINT: CSVTracker"):
+        log()
+    assert (tmp_path / "victim").read_text() == "mine"
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [

@@ -9,7 +9,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from phalanx._src.checkpoint import text
+from phalanx._src.cluster.untrusted import opened_folder
 
 _PIECE = re.compile(r"\d{5}\.safetensors|\.\d{5}\.safetensors\.\w+\.part")
 _SUFFIX = ".shards"
@@ -45,20 +46,16 @@ def delete(file: Path) -> None:
 
 def delete_pieces(folder: Path) -> None:
     """Deletes a folder with pieces. Other files in it stay."""
-    with contextlib.suppress(OSError), opened(folder) as descriptor:
+    # Other users may have put a link in its place, which would lead elsewhere.
+    with contextlib.suppress(OSError), opened_folder(folder, below=folder.parent) as descriptor:
         for piece in filter(_PIECE.fullmatch, os.listdir(descriptor)):
             os.unlink(piece, dir_fd=descriptor)
         folder.rmdir()
 
 
-@contextlib.contextmanager
-def opened(folder: Path) -> Iterator[int]:
-    """Opens a folder with checkpoints or pieces. Other users may have put a link in place of one with pieces, which would lead elsewhere."""
-    descriptor = os.open(folder, os.O_DIRECTORY | (os.O_NOFOLLOW if folder.suffix == _SUFFIX else 0))
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
+def user_folder(file: Path) -> Path:
+    """Returns the folder that the user has chosen for a checkpoint or for a file with pieces."""
+    return file.parent.parent if file.parent.suffix == _SUFFIX else file.parent
 
 
 def size_on_disk(file: Path) -> int:

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoint files. Each is one file in the safetensors format, so that a checkpoint is there completely or not at all.
 
-The arrays are the tensors of the file. Everything else is JSON in the metadata of the file. The library safetensors
-exports. Checkpoints are written here, array by array, so that training continues in the meantime: the library
+The arrays are the tensors of the file. Everything else is JSON in the metadata of the file. They are written here, array by array, so that training continues in the meantime: the library
 copies all arrays into one buffer first, and holds Python's lock. The format is described at
 https://huggingface.co/docs/safetensors/index#format.
 
@@ -11,27 +10,23 @@ Each array has a sum in the notes, and all that comes before the arrays has one 
 
 import contextlib
 import errno
-import functools
 import json
 import os
-import secrets
 import shutil
 import struct
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
-from io import FileIO
+from io import BufferedWriter
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import save_file
 
 from phalanx._src.checkpoint import shards, sums, text
 from phalanx._src.checkpoint.shards import Box, Division
 from phalanx._src.checkpoint.tensors import DTYPES, Tensors
-from phalanx._src.cluster.untrusted import SparseFileError, require_memory
+from phalanx._src.cluster.untrusted import SparseFileError, new_file, require_memory
 from phalanx.errors import CheckpointError
 
 SUFFIX = ".safetensors"
@@ -67,8 +62,6 @@ def write(file: Path, arrays: Mapping[str, np.ndarray], notes: Mapping[str, Any]
       CheckpointError: the file exists already, cannot be written, or could not be restored.
     """
     refuse_existing(file)
-    # Other users may be able to write into the folder: nobody knows the name before, and nothing is there yet.
-    beside = f".{file.name}.{secrets.token_hex(8)}.part"
     dtypes = {name: array.dtype.name for name, array in arrays.items() if array.dtype.name not in _CODES}
     # The format has no checksums of its own.
     array_sums = {name: sums.of_array(array) for name, array in arrays.items()}
@@ -80,21 +73,8 @@ def write(file: Path, arrays: Mapping[str, np.ndarray], notes: Mapping[str, Any]
         hint = "arrays instead of lists and dicts of many numbers"
         raise CheckpointError(f"a checkpoint as {_short(file)}", f"it could not be restored: {e}.", hint) from e
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with shards.opened(file.parent) as folder:
-            try:
-                opener = functools.partial(os.open, mode=0o666, dir_fd=folder)
-                with open(beside, "xb", buffering=0, opener=opener) as opened:
-                    _write_all(opened, header)
-                    for array in arrays.values():
-                        _write_all(opened, array.reshape(-1).view(np.uint8).data)
-                    os.fsync(opened.fileno())
-                # Atomic within one file system: readers find the whole file or none.
-                os.replace(beside, file.name, src_dir_fd=folder, dst_dir_fd=folder)
-                os.fsync(folder)  # So that it survives a loss of power.
-            finally:
-                with contextlib.suppress(OSError):
-                    os.unlink(beside, dir_fd=folder)
+        with new_file(file, shards.user_folder(file)) as opened:
+            _write_all(opened, header, arrays)
     except OSError as e:
         raise _refuse_write(file, e) from e
 
@@ -144,7 +124,7 @@ def require_room(folder: str | os.PathLike[str], size: int = 0) -> None:
 
 def _header(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> bytes:
     """Returns the first part of a file of the format: its length, and JSON that says where each array is."""
-    entries: dict[str, Any] = {"__metadata__": {"sum": _NO_SUM.decode(), **metadata}}
+    entries: dict[str, Any] = {"__metadata__": {"sum": _NO_SUM.decode(), **metadata}} if metadata else {}
     end = 0
     for name, array in arrays.items():
         begin, end = end, end + array.nbytes
@@ -155,6 +135,8 @@ def _header(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> by
     # As safetensors does, so that the arrays are aligned.
     header += b" " * (-len(header) % 8)
     header = struct.pack("<Q", len(header)) + header
+    if not metadata:
+        return header
     begin = 8 + len(_BEFORE_SUM)
     return header[:begin] + b"%08x" % zlib.crc32(header) + header[begin + len(_NO_SUM) :]
 
@@ -176,17 +158,15 @@ def _is_sound(header: bytes) -> bool:
     return header[8:begin] == _BEFORE_SUM and f"{zlib.crc32(without):08x}" == _sum_in(header)
 
 
-def _write_all(opened: FileIO, data: bytes | memoryview) -> None:
-    """Writes all of `data`, of which the operating system may take a part at a time."""
-    rest = memoryview(data)
-    while rest:
-        rest = rest[opened.write(rest) :]
+def _write_all(opened: BufferedWriter, header: bytes, arrays: Mapping[str, np.ndarray]) -> None:
+    opened.write(header)
+    for array in arrays.values():
+        opened.write(array.reshape(-1).view(np.uint8).data)
 
 
 def _refuse_write(file: Path, error: Exception) -> CheckpointError:
     number = error.errno if isinstance(error, OSError) else None
-    # The library wraps errors of the system in its own class, and only its message has the number.
-    if number == errno.ENOSPC or f"os error {errno.ENOSPC}" in str(error):
+    if number == errno.ENOSPC:
         return CheckpointError(
             f"a checkpoint as {_short(file)}",
             "the disk is full. Earlier checkpoints are unharmed.",
@@ -394,19 +374,23 @@ def export_arrays(file: Path, arrays: Mapping[str, np.ndarray]) -> None:
             raise CheckpointError(
                 f"{_short(file)}", f"an archive takes no array of the name {name!r}.", f"{file.with_suffix(SUFFIX)}"
             )
+        if file.suffix == SUFFIX and arrays[name].dtype.kind == "c" and arrays[name].dtype.name not in _CODES:
+            problem = f"the format has no {arrays[name].dtype}, which {name} has."
+            raise CheckpointError(f"{_short(file)}", problem, f"{file.with_suffix('.npz')}")
     converted = {
         n: a if a.dtype.name in plain or a.dtype.kind != "V" else a.astype(np.float32) for n, a in arrays.items()
     }
     try:
-        if file.suffix == SUFFIX:
-            save_file(converted, file)
-        else:
+        with new_file(file) as opened:
+            if file.suffix == SUFFIX:
+                _write_all(opened, _header(converted, {}), converted)
+                return
             # As `numpy.savez`, which takes no array of the name `file`.
-            with zipfile.ZipFile(file, "x") as archive:
+            with zipfile.ZipFile(opened, "w") as archive:
                 for name, array in converted.items():
-                    with archive.open(f"{name}.npy", "w", force_zip64=True) as opened:
-                        np.lib.format.write_array(opened, array, allow_pickle=False)
-    except (OSError, SafetensorError) as e:
+                    with archive.open(f"{name}.npy", "w", force_zip64=True) as member:
+                        np.lib.format.write_array(member, array, allow_pickle=False)
+    except OSError as e:
         raise _refuse_write(file, e) from e
 
 

@@ -1,11 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Files that another user may have made, and folders that another user may write to."""
 
+import contextlib
+import errno
+import functools
 import json
 import os
+import secrets
 import stat
-from io import FileIO
+from collections.abc import Iterator
+from io import BufferedWriter, FileIO
 from pathlib import Path
+from typing import TextIO
 
 from phalanx.typing import PyTree
 
@@ -50,6 +56,86 @@ def read_data(file: Path) -> bytes:
     """
     with open_data(file) as opened:
         return opened.readall()
+
+
+@contextlib.contextmanager
+def opened_folder(folder: Path, below: Path | None = None, *, is_made: bool = False) -> Iterator[int]:
+    """Opens a folder, so that what follows is done there even if something else takes its name.
+
+    Args:
+      folder: the folder.
+      below: the folder around it that the user has chosen, if it is another one. Others may have put links into that one, which are not followed.
+      is_made: whether folders that are missing are made.
+    """
+    root = below or folder
+    if is_made:
+        root.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(root, os.O_DIRECTORY)
+    try:
+        for part in folder.relative_to(root).parts:
+            if is_made:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=descriptor)
+            outer, descriptor = descriptor, os.open(part, os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
+            os.close(outer)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def new_file(file: Path, below: Path | None = None) -> Iterator[BufferedWriter]:
+    """Opens a file that takes its name when it is complete, in place of an older one. Its folder is made.
+
+    Args:
+      file: the file. Nothing is written through a link of its name.
+      below: see `opened_folder`.
+
+    Raises:
+      OSError: it cannot be written, or its name is that of a link, a device or a pipe.
+    """
+    # Other users may be able to write into the folder: nobody knows the name before, and nothing is there yet.
+    beside = f".{file.name}.{secrets.token_hex(8)}.part"
+    with opened_folder(file.parent, below, is_made=True) as folder:
+        mode = _mode_of(file, folder)
+        opener = functools.partial(os.open, mode=0o666, dir_fd=folder)
+        try:
+            with open(beside, "xb", opener=opener) as opened:
+                yield opened
+                opened.flush()
+                if mode is not None:
+                    os.fchmod(opened.fileno(), mode)
+                os.fsync(opened.fileno())
+            # Atomic within one file system: readers find the whole file or none.
+            os.replace(beside, file.name, src_dir_fd=folder, dst_dir_fd=folder)
+            os.fsync(folder)  # So that it survives a loss of power.
+        finally:
+            with contextlib.suppress(OSError):
+                os.unlink(beside, dir_fd=folder)
+
+
+def _mode_of(file: Path, folder: int) -> int | None:
+    """Returns the permissions of the file that a new one replaces. None if there is none, or if it is of another user."""
+    try:
+        status = os.stat(file.name, dir_fd=folder, follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EEXIST, "It is a link, a folder, a device or a pipe", str(file))
+    return stat.S_IMODE(status.st_mode) if status.st_uid == os.geteuid() else None
+
+
+def open_to_append(file: Path) -> TextIO:
+    """Opens a file to which lines are appended, or a new one.
+
+    Raises:
+      OSError: it cannot be written, or is a link, a device or a pipe.
+    """
+    descriptor = os.open(file, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EEXIST, "It is a device or a pipe", str(file))
+    return open(descriptor, "a", buffering=1, newline="", encoding="utf-8")
 
 
 def require_memory(data: bytes, size: int) -> None:

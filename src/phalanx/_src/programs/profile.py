@@ -13,6 +13,7 @@ from typing_extensions import override
 
 from phalanx._src.cluster.watch.profiles import CLOCK, Span, write
 from phalanx._src.programs.program import Call
+from phalanx._src.runtime.notes import note
 from phalanx._src.runtime.observers import Observer, observers
 
 
@@ -57,7 +58,10 @@ class Profile(Observer):
         stop: Callable[[], None] = jax.profiler.stop_trace
         stop()
         (trace,) = Path(self._folder.name).rglob("perfetto_trace.json.gz")
-        write(trace, self._rank, self._clock_s, self._span.folder)
+        try:
+            write(trace, self._rank, self._clock_s, self._span.folder)
+        except OSError as e:  # The training run is worth more than its profile.
+            note(f"the profile cannot be written to {self._span.folder}: {e}")
         self._folder.cleanup()
         self._folder = None
         atexit.unregister(self.end)

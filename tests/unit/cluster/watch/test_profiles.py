@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -56,3 +57,31 @@ def test_processes_stand_on_one_time_line(tmp_path):
     clear(folder)
     assert list(folder.iterdir()) == []
     assert merge(folder) is None
+
+
+@pytest.mark.parametrize(
+    "text", ["5", "5:", "::", "a:b:c", "5:5:c", "7:5:c", "-1:4:c", f"1:{'9' * 5000}:c", "1:2:", "1:\u00b2:c", "\x1b[2J"]
+)
+def test_bad_spans_of_the_environment_are_refused(text):
+    with pytest.raises(
+        InvalidArgumentError, match=rf"(?s)^{PROFILE}=.*two numbers of steps and a folder.*HINT: {PROFILE}=1"
+    ) as e:
+        Span.of({PROFILE: text})
+    assert len(str(e.value)) < 300
+    assert "\x1b" not in str(e.value)
+
+
+def test_profiles_of_other_users_are_skipped(tmp_path, monkeypatch):
+    """As is what is no profile; and nothing is written through links."""
+    write(trace_of(tmp_path, 701, 100.0), 0, 1_000.0, tmp_path)
+    (tmp_path / "rank_1.json.gz").write_bytes(b"no profile")
+    (tmp_path / "rank_2.json.gz").symlink_to("/dev/zero")
+    os.mkfifo(tmp_path / "rank_3.json.gz")
+    assert merge(tmp_path) == tmp_path / MERGED
+    monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
+    assert merge(tmp_path) is None
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "rank_4.json.gz").symlink_to(tmp_path / "victim")
+    with pytest.raises(OSError, match="It is a link"):
+        write(trace_of(tmp_path, 701, 100.0), 4, 1_000.0, tmp_path)
+    assert (tmp_path / "victim").read_text() == "mine"

@@ -259,6 +259,24 @@ def test_folder_of_a_report_is_absent(tmp_path):
         Estimates("step", []).save(tmp_path / "absent" / "found.json")
 
 
+@pytest.mark.parametrize("ending", ["json", "png"])
+def test_nothing_is_written_through_links(tmp_path, monkeypatch, ending):
+    """Neither one that is there when the command starts nor one that another user makes while it runs."""
+    file, victim = tmp_path / f"found.{ending}", tmp_path / "victim.json"
+    victim.write_text("mine")
+    file.symlink_to(victim)
+    with pytest.raises(
+        InvalidArgumentError, match=r"it is a link, a folder, a device or a pipe.\nHINT: estimates.save"
+    ):
+        Estimates("step", []).save(file)
+    monkeypatch.setattr("phalanx.errors.arguments.json_or_picture", lambda name, path, hint: path)
+    with pytest.raises(
+        InvalidArgumentError, match=r"found.* cannot be written: .*It is a link.*\nHINT: the path of a new"
+    ):
+        Estimates("step", []).save(file)
+    assert victim.read_text() == "mine"
+
+
 def test_picture_without_matplotlib_names_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(MissingDependencyError, match=r"matplotlib is not installed.*\nHINT: pip install"):

@@ -156,3 +156,44 @@ def test_encoding_that_cannot_write_what_it_reads(migrate, tmp_path):
     code, _, report = migrate("a.py", check=True)
     assert code == 2
     assert "line 1: the new program cannot be written in its encoding" in report
+
+
+def test_nothing_is_written_through_links(migrate, tmp_path):
+    """Of another user in the folder for the results. A link that the user has named is followed, and stays."""
+    (tmp_path / "p" / "sub").mkdir(parents=True)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("a.py", "sub/b.py"):
+        (tmp_path / "p" / name).write_text(GOOD)
+    (tmp_path / "victim").write_text("mine")
+    (tmp_path / "out" / "a.py").symlink_to(tmp_path / "victim")
+    (tmp_path / "out" / "sub").symlink_to(tmp_path / "elsewhere")
+    code, _, report = migrate("p", "out")
+    assert code == 2
+    assert "out/a.py: It is a link, a folder, a device or a pipe\n" in report
+    assert "sub: Not a directory\n" in report
+    assert (tmp_path / "victim").read_text() == "mine"
+    assert not os.listdir(tmp_path / "elsewhere")
+    (tmp_path / "link.py").symlink_to("p/a.py")
+    (tmp_path / "p" / "a.py").chmod(0o755)
+    assert migrate("link.py", in_place=True)[0] == 0
+    assert (tmp_path / "link.py").is_symlink()
+    assert ((tmp_path / "p" / "a.py").read_text(), os.stat("p/a.py").st_mode & 0o777) == (NEW, 0o755)
+
+
+def test_pipes_and_devices_are_not_read(migrate, tmp_path):
+    """They may have no end. In a folder they are no files."""
+    os.mkfifo(tmp_path / "pipe.py")
+    for path in ("pipe.py", "/dev/zero", "x" * 5000):
+        code, _, report = migrate(path)
+        problem = "there is no such file or folder" if path[0] == "x" else "it is a device or a pipe"
+        assert (code, report) == (2, f"phalanx: phalanx migrate {path}: {problem}.\nHINT: phalanx migrate train.py\n")
+    (tmp_path / "a.py").write_text(GOOD)
+    assert migrate(".", "out")[0] == 0
+    assert os.listdir(tmp_path / "out") == ["a.py"]
+
+
+def test_file_that_becomes_a_pipe_is_reported(migrate, tmp_path, monkeypatch):
+    os.mkfifo(tmp_path / "pipe.py")
+    monkeypatch.setattr("os.path.isfile", lambda path: True)
+    assert migrate("pipe.py") == (2, "", "pipe.py: it is a device or a pipe\n")

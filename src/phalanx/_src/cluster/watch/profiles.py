@@ -1,14 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The steps of a cluster to profile, and one time line of the profiles of all processes. Uses the standard library only."""
 
+import contextlib
 import gzip
 import json
+import os
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from phalanx.errors import InvalidArgumentError, arguments
+from phalanx._src.cluster.untrusted import new_file, open_data
+from phalanx.errors import InvalidArgumentError, arguments, shown
 
 PROFILE = "PHALANX_PROFILE"
 """The environment variable with which `phalanx run --profile` asks the processes for profiles: FIRST:LAST:FOLDER."""
@@ -41,23 +45,38 @@ class Span:
         Raises:
           InvalidArgumentError: these are not two numbers, or the second is not larger.
         """
-        first, _, last = steps.partition(":")
-        if not (arguments.is_number(first) and arguments.is_number(last) and int(first) < int(last)):
+        if (span := cls._of(steps, folder)) is None:
             raise InvalidArgumentError(
                 f"--profile {steps:.80}",
                 "must be two numbers of steps, the second larger than the first.",
                 "--profile 100:110",
             )
-        return cls(int(first), int(last), folder)
+        return span
+
+    @classmethod
+    def _of(cls, steps: str, folder: Path) -> Self | None:
+        first, _, last = steps.partition(":")
+        is_span = arguments.is_number(first) and arguments.is_number(last) and int(first) < int(last)
+        return cls(int(first), int(last), folder) if is_span else None
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Self | None:
-        """Returns the span that the environment asks for. None if it asks for none."""
+        """Returns the span that the environment asks for. None if it asks for none.
+
+        Raises:
+          InvalidArgumentError: it asks for something else.
+        """
         text = environment.get(PROFILE)
         if not text:
             return None
-        first, last, folder = text.split(":", 2)
-        return cls(int(first), int(last), Path(folder))
+        *steps, folder = text.split(":", 2)
+        if not folder or (span := cls._of(":".join(steps), Path(folder))) is None:
+            raise InvalidArgumentError(
+                f"{PROFILE}={shown(text, 80)}",
+                "must be two numbers of steps and a folder.",
+                f"{PROFILE}=100:110:profile",
+            )
+        return span
 
     def __str__(self) -> str:
         return f"{self.first}:{self.last}:{self.folder}"
@@ -81,13 +100,23 @@ def write(trace: Path, rank: int, clock_s: float, folder: Path) -> None:
 def merge(folder: Path) -> Path | None:
     """Joins the profiles of all processes into one file, which begins at the time 0. None if there are no profiles."""
     files = sorted(folder.glob("rank_*.json.gz"))
-    events = [event for file in files for event in json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]]
+    events = [event for file in files for event in _events_in(file)]
     if not events:
         return None
     start = min(event["ts"] for event in events if "ts" in event)
     moved = [{**event, "ts": event["ts"] - start} if "ts" in event else event for event in events]
     _save({"displayTimeUnit": "ms", "traceEvents": moved}, folder / MERGED)
     return folder / MERGED
+
+
+def _events_in(file: Path) -> list[dict[str, Any]]:
+    """Returns the events of the profile of a process. None of a file that another user has put there: it may expand to any size."""
+    no_profile = (EOFError, LookupError, OSError, TypeError, ValueError, zlib.error)
+    with contextlib.suppress(*no_profile), open_data(file) as opened:
+        if os.fstat(opened.fileno()).st_uid == os.geteuid():
+            events: list[dict[str, Any]] = json.loads(gzip.decompress(opened.readall()))["traceEvents"]
+            return events
+    return []
 
 
 def clear(folder: Path) -> None:
@@ -109,4 +138,5 @@ def _of_rank(event: dict[str, Any], rank: int, shift: float) -> dict[str, Any]:
 
 
 def _save(trace: dict[str, Any], path: Path) -> None:
-    path.write_bytes(gzip.compress(json.dumps(trace).encode(), mtime=0))
+    with new_file(path) as opened:
+        opened.write(gzip.compress(json.dumps(trace).encode(), mtime=0))

@@ -22,6 +22,7 @@ from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.runtime import bootstrap
 from phalanx._src.strategies.multi_worker import MultiWorkerMirroredStrategy
+from phalanx._src.tools import results
 from phalanx._src.tools.bench.report import console, table
 from phalanx._src.tools.bench.session import this_machine
 from phalanx._src.typed_jax import partition_spec, ppermute, psum
@@ -150,7 +151,7 @@ def save(links: Sequence[Link], path: Path) -> None:
     """Writes the links as JSON, or draws their bandwidths, depending on the suffix of the path."""
     if path.suffix == ".json":
         entries = [{**asdict(link), "bandwidths": link.bandwidths} for link in links]
-        path.write_text(json.dumps({"machine": this_machine(), "links": entries}, indent=2))
+        results.save(path, json.dumps({"machine": this_machine(), "links": entries}, indent=2))
         return
     from matplotlib.figure import Figure
 
@@ -160,7 +161,7 @@ def save(links: Sequence[Link], path: Path) -> None:
         axes.plot(link.sizes, [b / 1e9 for b in link.bandwidths], "o-", label=link.name)
     axes.set(xscale="log", yscale="log", xlabel="bytes of an array", ylabel="GB/s sent by a replica", title="Links")
     axes.legend()
-    figure.savefig(path)
+    results.save(path, figure)
 
 
 def _size(size: int) -> str:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from phalanx._src.tools import results
 from phalanx._src.tools.bench.session import Measured, pairs
 from phalanx._src.tools.bench.timeline import NAMES, Result
 from phalanx.errors.printable import printable
@@ -55,9 +56,9 @@ def print_comparison(before: Measured, after: Measured) -> None:
 def save(measured: Measured, path: Path) -> None:
     """Writes a measurement as JSON, or draws it, depending on the suffix of the path."""
     if path.suffix == ".json":
-        results = [one.as_json() for one in measured.results]
-        report = {"script": measured.script, "machine": measured.machine, "results": results, "notes": measured.notes}
-        path.write_text(json.dumps(report, indent=2))
+        runs = [one.as_json() for one in measured.results]
+        report = {"script": measured.script, "machine": measured.machine, "results": runs, "notes": measured.notes}
+        results.save(path, json.dumps(report, indent=2))
         return
     from matplotlib.figure import Figure
 
@@ -76,7 +77,7 @@ def save(measured: Measured, path: Path) -> None:
     for axes in (speed, parts):
         axes.set_xticks(places, names, rotation=20, ha="right")
     figure.suptitle(measured.script)
-    figure.savefig(path)
+    results.save(path, figure)
 
 
 def table(title: str) -> Table:

@@ -4,7 +4,9 @@
 import json
 import math
 import os
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,6 +21,7 @@ from phalanx._src.checkpoint.manager import latest_checkpoint, numbered
 from phalanx._src.checkpoint.reader import CheckpointReader, load_checkpoint
 from phalanx._src.checkpoint.shards import size_on_disk
 from phalanx._src.checkpoint.store import export_arrays
+from phalanx._src.cluster.untrusted import new_file
 from phalanx._src.launch.tables import print_table
 from phalanx.errors import CheckpointError, InvalidArgumentError, PhalanxError, arguments
 from phalanx.typing import PyTree
@@ -102,11 +105,14 @@ def export(path: str, output: str, name: str, largest: int = _LARGEST_FILE_BYTES
         raise CheckpointError(call, "the file exists already.", "another name, or delete the file")
     if not file.parent.is_dir():
         raise CheckpointError(call, f"there is no folder {file.parent}.", f"mkdir -p {file.parent}")
-    if _KIND[file.suffix] == "model":
-        _export_model(call, path, reader, file, name)
-        written = [file]
-    else:
-        written = _export_arrays(call, reader, file, name, largest)
+    try:
+        if _KIND[file.suffix] == "model":
+            _export_model(call, path, reader, file, name)
+            written = [file]
+        else:
+            written = _export_arrays(call, reader, file, name, largest)
+    except OSError as e:
+        raise CheckpointError(call, f"the file cannot be written: {e}.", "a folder that this user may write to") from e
     for each in written:
         print(f"{each}: {_size(each.stat().st_size)}")
     return 0
@@ -133,7 +139,8 @@ def _export_arrays(call: str, reader: CheckpointReader, file: Path, name: str, l
         export_arrays(each, {n: reader.get_tensor(n) for n in group})
     places = {n: each.name for each, group in zip(files, groups, strict=True) for n in group}
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
-    _index_of(file).write_text(json.dumps(index, indent=2), encoding="utf-8")
+    with new_file(_index_of(file)) as opened:
+        opened.write(json.dumps(index, indent=2).encode())
     return [*files, _index_of(file)]
 
 
@@ -180,7 +187,10 @@ def _export_model(call: str, path: str, reader: CheckpointReader, file: Path, na
             "run it where the module of your layers can be imported; or in your program: checkpoint.restore(path), model.save(file)",
         ) from e
     Checkpoint(**{chosen: model}).read(latest_checkpoint(path) or path).assert_existing_objects_matched()
-    model.save(file)
+    with tempfile.TemporaryDirectory() as folder:
+        model.save(saved := Path(folder) / file.name)
+        with saved.open("rb") as complete, new_file(file) as opened:
+            shutil.copyfileobj(complete, opened)
 
 
 def _sizes(reader: CheckpointReader) -> dict[str, int]:

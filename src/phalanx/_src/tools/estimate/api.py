@@ -13,6 +13,7 @@ from phalanx._src.tools.estimate import report, roofline, targets
 from phalanx._src.tools.estimate.prediction import Estimate
 from phalanx._src.tools.estimate.step import Compiled, FirstStep, Lowered, at_first_step, compiled
 from phalanx._src.tools.estimate.targets import Target
+from phalanx._src.tools.results import save
 from phalanx.errors import arguments
 
 SAVE = 'estimates.save("estimate.json")'
@@ -48,17 +49,17 @@ class Estimates(Sequence[Estimate]):
           path: the file. Its name ends with `.json`, or with `.png`, `.svg` or `.pdf` for a picture.
 
         Raises:
-          InvalidArgumentError: the name has another ending, or its folder does not exist.
+          InvalidArgumentError: the name has another ending, its folder does not exist, or it cannot be written.
           MissingDependencyError: a picture is asked for, and matplotlib is not installed.
         """
         path = arguments.json_or_picture("path", path, SAVE)
         if path.suffix in arguments.PICTURES:
-            report.save_picture(self.name, self, path)
+            save(path, report.picture(self.name, self))
             return
         text = json.dumps(
             {"step": self.name, "predicted": True, "run": False, "estimates": [e.as_dict() for e in self]}, indent=2
         )
-        path.write_text(f"{text}\n", encoding="utf-8")
+        save(path, f"{text}\n")
 
 
 def estimate(train: Callable[[], Any], topologies: Sequence[str]) -> Estimates:

@@ -2,9 +2,12 @@
 """Shows predictions: as a table in the terminal, and as a picture."""
 
 from collections.abc import Sequence
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 from phalanx._src.tools.estimate.prediction import Estimate
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _COLUMNS = ("topology", "replicas", "rows", "memory", "full", "FLOP", "exchanged", "step", "efficiency", "bound by")
 _WIDTH = 110
@@ -30,7 +33,7 @@ def print_table(name: str, estimates: Sequence[Estimate]) -> None:
             console.print(line, markup=False, soft_wrap=True)
 
 
-def save_picture(name: str, estimates: Sequence[Estimate], path: Path) -> None:
+def picture(name: str, estimates: Sequence[Estimate]) -> "Figure":
     """Draws the memory per device and the speed of all devices. Needs matplotlib."""
     from matplotlib.figure import Figure
 
@@ -56,7 +59,7 @@ def save_picture(name: str, estimates: Sequence[Estimate], path: Path) -> None:
     if counts:
         speed.set_xscale("log", base=2)
     figure.suptitle(f"One step of {name}: predicted, not run")
-    figure.savefig(path)
+    return figure
 
 
 def _cells(estimate: Estimate) -> list[str]:

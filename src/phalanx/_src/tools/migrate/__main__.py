@@ -2,13 +2,16 @@
 """Implements `phalanx migrate`, which runs `python -m phalanx._src.tools.migrate`."""
 
 import difflib
+import errno
 import io
 import json
+import os
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from phalanx._src.cluster.untrusted import new_file, read_data
 from phalanx.errors import InvalidArgumentError, MissingDependencyError, PhalanxError
 from phalanx.errors.printable import printable
 
@@ -48,17 +51,18 @@ def _run(path: Path, output: str | None, in_place: bool, check: bool) -> int:
     codes = [0]
     for file in files:
         try:
-            source = file.read_bytes()
+            source = _source_of(file)
             migration = (migrate_notebook if file.suffix == ".ipynb" else migrate)(source, str(file), the_table())
             codes.append(migration.report.exit_code)
             print(*map(printable, migration.report.lines()), sep="\n", file=sys.stderr)
             if check:
                 continue
             if in_place or output is not None:
-                target = file if in_place else _target(file, path, Path(str(output)))
-                if target != file or migration.source != source:
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    target.write_bytes(migration.source)
+                # The user has named the file that a link leads to.
+                target = file.resolve() if in_place else _target(file, path, Path(str(output)))
+                if not in_place or migration.source != source:
+                    with new_file(target, Path(str(output)) if path.is_dir() and not in_place else None) as opened:
+                        opened.write(migration.source)
             else:
                 _print_diff(source, migration.source, file)
         except OSError as e:
@@ -68,7 +72,8 @@ def _run(path: Path, output: str | None, in_place: bool, check: bool) -> int:
 
 
 def _files(path: Path) -> list[Path]:
-    if path.is_dir():
+    # Unlike the methods of `Path`, these functions accept a name that is too long.
+    if os.path.isdir(path):
         # Not through links, which may lead out of the folder.
         return sorted(
             file
@@ -78,11 +83,17 @@ def _files(path: Path) -> list[Path]:
             and not file.is_symlink()
             and not any(part.startswith(".") for part in file.relative_to(path).parts)
         )
-    if path.exists():
+    if os.path.isfile(path):
         return [path]
-    raise InvalidArgumentError(
-        f"phalanx migrate {path}", "there is no such file or folder.", "phalanx migrate train.py"
-    )
+    problem = "it is a device or a pipe." if os.path.exists(path) else "there is no such file or folder."
+    raise InvalidArgumentError(f"phalanx migrate {path}", problem, "phalanx migrate train.py")
+
+
+def _source_of(file: Path) -> bytes:
+    try:
+        return read_data(file)
+    except ValueError as e:
+        raise OSError(errno.EINVAL, str(e), str(file)) from e
 
 
 def _target(file: Path, root: Path, output: Path) -> Path:
