@@ -1,12 +1,24 @@
 """A parameter server, in this process: which pushes it has applied."""
 
+from types import SimpleNamespace
+
+import jax
+import jax.export
 import numpy as np
 import pytest
 
-from phalanx._src.parameter_server.remote.plans import Push, Pusher
+from phalanx._src.parameter_server.remote.plans import (
+    LostServerError,
+    Push,
+    Pusher,
+    ServerPart,
+    StepCall,
+    WorkerProgram,
+)
 from phalanx._src.parameter_server.remote.server import ParameterServer
+from phalanx._src.parameter_server.remote.worker import Worker
 
-pytest.importorskip("ray")
+ray = pytest.importorskip("ray")
 
 WORKER = Pusher(0, 0)
 
@@ -41,3 +53,43 @@ def test_snapshot_contains_the_pushes_that_it_has(server):
     copy = ParameterServer(0)
     copy.put(*server.state())
     assert (copy.last_push(WORKER), copy.get([1])[0].tolist()) == (0, [1.0, 1.0])
+
+
+class DeadActor:
+    """An actor that has ended: every call of it is sent, and none is answered."""
+
+    def __getattr__(self, method):
+        return SimpleNamespace(remote=lambda *args: None)
+
+
+def ray_that_raises(error):
+    def get(references):
+        raise error
+
+    return SimpleNamespace(get=get, exceptions=ray.exceptions)
+
+
+DEATHS = pytest.mark.parametrize(
+    "death",
+    [ray.exceptions.ActorDiedError(), ray.exceptions.OutOfMemoryError("the node was running low on memory")],
+    ids=["died", "killed when memory ran out"],
+)
+
+
+@DEATHS
+def test_push_fails_as_lost_if_another_server_ended(server, monkeypatch, death):
+    server.meet([server, DeadActor()])
+    monkeypatch.setattr(server, "_ray", ray_that_raises(death))
+    server.pull([1], WORKER)
+    with pytest.raises(LostServerError):
+        server.exchange(Push(WORKER, 0, 0, peer_pushes={1: None}))
+
+
+@DEATHS
+def test_worker_reports_a_server_that_ended(monkeypatch, death):
+    worker = Worker(WORKER, [DeadActor()])
+    monkeypatch.setattr(worker, "_ray", ray_that_raises(death))
+    module = jax.export.export(jax.jit(lambda: 1.0))().serialize()
+    worker.learn(0, (), WorkerProgram("step", module, (), ((ServerPart(0, 1, 0, None),),), (), (), (), {}))
+    report = worker.run([StepCall(0, (), (), ())])
+    assert (report.has_lost_server, report.error) == (True, None)

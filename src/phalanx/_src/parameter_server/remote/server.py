@@ -222,10 +222,11 @@ class ParameterServer:
             if push.requests is not None:
                 answers[self._index] = self._answer(pusher, push.requests[self._index])
             commits = self._commits.pop(pusher)
+        dead = self._ray.exceptions
         try:
             if commits:
                 answers |= zip(commits, self._ray.get(list(commits.values())), strict=True)
-        except (self._ray.exceptions.RayActorError, FencedError, LostServerError) as e:
+        except (dead.RayActorError, dead.OutOfMemoryError, FencedError, LostServerError) as e:
             raise LostServerError(str(e)) from None
         return {s: x for s, x in answers.items() if x is not None}
 

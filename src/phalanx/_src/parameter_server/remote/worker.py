@@ -133,7 +133,7 @@ class Worker:
                     # A step without changes does not push, so the next step pulls on its own.
                     self._ended(report, values or None)
                     values = None
-            except (self._ray.exceptions.RayActorError, LostServerError):
+            except (self._ray.exceptions.RayActorError, self._ray.exceptions.OutOfMemoryError, LostServerError):
                 report.has_lost_server = True
                 return report
             except FencedError:

@@ -93,7 +93,8 @@ class Supervisor:
         try:
             self.worker.replace()
             closures += self._queue.get_more(self._share())
-            self._do(closures)
+            while closures:
+                self._some(closures)
         except WorkerLost as e:
             self._lose(closures, e)
         except Exception as e:
@@ -109,21 +110,15 @@ class Supervisor:
         fair = len(self._queue) // (2 * self._workers)
         return max(0, min(fair, int(_AT_ONCE_S / self._step_s), _MOST_AT_ONCE) - 1)
 
-    def _do(self, closures: list[Closure]) -> None:
-        """Runs all steps on the worker and removes their closures from the list."""
-        while closures:
-            self._some(closures)
-
-    def _lose(self, closures: Sequence[Closure], why: WorkerLost) -> None:
+    def _lose(self, closures: list[Closure], why: WorkerLost) -> None:
         """Puts the steps of a lost worker back into the queue. Fails the first step if it has cost too many workers."""
         self.num_again += len(closures)
         losses = closures[0].work.losses
         losses.append(str(why))
-        if len(losses) < MOST_LOSSES:
-            self._put_back(closures)
-        else:
-            self._queue.fail(closures[0], lost_again(_described(closures[0].work), losses))
-            self._put_back(closures[1:])
+        if len(losses) >= MOST_LOSSES:
+            closure = closures.pop(0)
+            self._queue.fail(closure, lost_again(_described(closure.work), losses))
+        self._put_back(closures)
 
     def _some(self, closures: list[Closure]) -> None:
         """Runs as many steps as the worker can in one call, and removes their closures from the list.
@@ -182,10 +177,13 @@ class Supervisor:
         self.worker.meet()
 
     def _try_to_replace(self) -> None:
-        """Starts another worker if this one is lost. If the start fails, the next step tries again."""
-        if not self._queue.is_stopped:
-            with suppress(Exception):
-                self.worker.replace()
+        """Starts another worker if this one is lost, while no step waits for it. If all starts fail, the next step tries again."""
+        with suppress(Exception):
+            for _ in range(MOST_LOSSES):
+                with suppress(WorkerLost):
+                    if not self._queue.is_stopped:
+                        self.worker.replace()
+                    return
 
     def _put_back(self, closures: Sequence[Closure]) -> None:
         # Each goes to the head of the queue, so that the last one put back runs first.
