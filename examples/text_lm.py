@@ -108,7 +108,7 @@ def main() -> None:
         (args.out / "sample.txt").write_text(sample, encoding="utf-8")
         console.print(f"{sample}\n\nSaved: {args.out / 'sample.txt'}", markup=False)
     if args.summaries:
-        console.print(f"To see the summaries: tensorboard --logdir {args.out / 'logs'}")
+        console.print(f"Summaries: pip install tensorboard; tensorboard --logdir {args.out / 'logs'}")
     curves = {named(training.num_devices): training.losses for training in trainings}
     draw(curves, f"The same training on {' and on '.join(curves)}", args.out / "loss.png")
     console.print(f"The picture of both: {args.out / 'loss.png'}")

@@ -116,6 +116,7 @@ def test_saves_the_curves_and_the_sample(printed, folder, text_lm):
 @pytest.mark.exhaustive("test_digits.py, tests/contract/test_law1_equals_one_device.py: the transformer")
 def test_writes_summaries_of_both_trainings(trainings, folder):
     """The losses are those that are printed, and the weights of each layer have a histogram under the same name in both."""
+    assert "Summaries: pip install tensorboard; tensorboard --logdir" in trainings[-1]
     one, three = (written(folder / "out" / "logs" / name) for name in ("1_device", "3_devices"))
     assert one.keys() == three.keys()
     assert "language_model/block/expand/kernel" in one

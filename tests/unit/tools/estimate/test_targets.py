@@ -1,6 +1,7 @@
 """Names of topologies."""
 
 import importlib.util
+import re
 
 import jax
 import pytest
@@ -91,11 +92,11 @@ def test_devices_of_this_process_are_its_first():
 
 @pytest.mark.parametrize(
     ("name", "package", "module"),
-    [("v5e:4x4", "libtpu", "libtpu"), ("h100:8", "jax-cuda12-plugin", "jax_cuda12_plugin")],
+    [("v5e:4x4", '"jax[tpu]', "libtpu"), ("h100:8", "jax-cuda12-plugin", "jax_cuda12_plugin")],
 )
 def test_compiler_that_is_absent(name, package, module):
-    """The message names the package. `make test-topologies` tests with the compilers."""
+    """The message names the package, in the version that fits JAX. `make test-topologies` tests with the compilers."""
     if importlib.util.find_spec(module):
         pytest.skip(f"{package} is installed")
-    with pytest.raises(MissingDependencyError, match=f"HINT: pip install {package}"):
+    with pytest.raises(MissingDependencyError, match=re.escape(f"HINT: pip install {package}=={jax.__version__}")):
         one(name).devices()

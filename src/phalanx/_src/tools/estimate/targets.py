@@ -209,7 +209,7 @@ def _missing(target: Target) -> PhalanxError:
         return MissingDependencyError(
             called,
             "the compiler for it is not installed (libtpu).",
-            "pip install libtpu, which has a Google Cloud licence",
+            f'pip install "jax[tpu]=={jax.__version__}", whose libtpu has a Google Cloud licence',
         )
     if importlib.util.find_spec("jax_cuda12_plugin"):
         return DeviceError(
