@@ -35,7 +35,7 @@ def _apply_environment() -> None:
 
 
 def _is_count(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) < 19 and int(text) > 0
+    return text.isascii() and text.isdecimal() and len(text) < 6 and 0 < int(text) <= 1 << 16
 
 
 def _require_count() -> None:

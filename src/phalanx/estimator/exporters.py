@@ -101,7 +101,7 @@ class _SavedModelExporter(Exporter):
             export_path, self._receiver_fn, self._assets, self._as_text, checkpoint_path
         )
         if self._keep is not None:
-            numbers = sorted(int(name) for name in os.listdir(export_path) if name.isdecimal())
+            numbers = sorted(int(name) for name in os.listdir(export_path) if arguments.is_number(name))
             for number in numbers[: -self._keep]:
                 # Another process may be reading an old export: what cannot be deleted now is deleted after the next export.
                 shutil.rmtree(os.path.join(export_path, str(number)), ignore_errors=True)

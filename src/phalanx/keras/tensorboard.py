@@ -243,7 +243,7 @@ def _batches(profile_batch: Any) -> tuple[int, int] | None:
     bounds = profile_batch
     # Keras also accepts the text "10,20".
     if isinstance(bounds, str):
-        bounds = [int(part) if part.strip().isdecimal() else part for part in bounds.split(",")]
+        bounds = [int(part) if arguments.is_number(part.strip()) else part for part in bounds.split(",")]
     if not isinstance(bounds, (list, tuple)):
         bounds = [bounds, bounds]
     bounds = [*bounds, *bounds] if len(bounds) == 1 else bounds

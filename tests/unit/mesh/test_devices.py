@@ -99,14 +99,14 @@ def test_environment_variable_that_is_no_number(run_python):
     """It is refused when the script first asks for a public name."""
     code = (
         "import os, phalanx\n"
-        "for value in ('two', '0', '-1', '²', '9' * 5000):\n"
+        "for value in ('two', '0', '-1', '²', '65537', '9' * 18, '9' * 5000):\n"
         "    os.environ['PHALANX_CPU_DEVICES'] = value\n"
         "    phalanx._apply_environment()\n"
         "    try: phalanx.MirroredStrategy\n"
         "    except phalanx.errors.InvalidArgumentError as e: print('refused', ascii(str(e)))\n"
     )
     found = run_python(code, PHALANX_CPU_DEVICES="two")
-    for value in ("two", "0", "-1", "²", "9" * 5000):
+    for value in ("two", "0", "-1", "²", "65537", "9" * 18, "9" * 5000):
         message = f"PHALANX_CPU_DEVICES={value!r}: must be a number of devices.\nHINT: PHALANX_CPU_DEVICES=2"
         assert f"refused {ascii(message)[:-1]}" in found
 

@@ -284,7 +284,13 @@ class CheckpointManager:
         require_between_steps(call)
         arguments.flag("check_interval", check_interval)
         if checkpoint_number is not None:
-            arguments.integer("checkpoint_number", checkpoint_number, least=0)
+            arguments.integer(
+                "checkpoint_number",
+                checkpoint_number,
+                least=0,
+                most=10**18 - 1,
+                kind="0 or more, and an integer of at most 18 digits",
+            )
         step = self._step
         if check_interval and not self._is_due(step):
             return None

@@ -15,6 +15,7 @@ from phalanx.typing import PyTree
 _BYTES, _TUPLE, _ITEMS, _COMPLEX, _ARRAY, _KEY = (
     f"__{name}__" for name in ("bytes", "tuple", "items", "complex", "array", "key")
 )
+_MOST_BITS = 14_000
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 Put = Callable[[np.ndarray], str]
@@ -37,7 +38,12 @@ def is_plain(value: object) -> bool:
         return all(map(is_plain, value))
     if isinstance(value, dict):
         return all(isinstance(k, PLAIN) and is_plain(v) for k, v in value.items())
-    return isinstance(value, PLAIN) and not isinstance(value, np.generic)
+    return isinstance(value, PLAIN) and not isinstance(value, np.generic) and not _is_too_long(value)
+
+
+def _is_too_long(value: object) -> bool:
+    """Returns whether a value is an integer that Python would not read again: it takes no more than 4,300 digits."""
+    return isinstance(value, int) and value.bit_length() > _MOST_BITS
 
 
 def encode(value: PyTree, put: Put | None = None) -> Any:
@@ -66,7 +72,7 @@ def encode(value: PyTree, put: Put | None = None) -> Any:
         if all(isinstance(k, str) and not k.startswith("__") for k in value):
             return {k: encode(item, put) for k, item in value.items()}
         return {_ITEMS: [[encode(k, put), encode(item, put)] for k, item in value.items()]}
-    if isinstance(value, PLAIN):
+    if isinstance(value, PLAIN) and not _is_too_long(value):
         return value
     raise TypeError(f"{type(value).__name__} can be converted neither to an array nor to JSON")
 

@@ -306,7 +306,7 @@ def require_fits(value: object, name: str) -> None:
     why = (
         "arrays hold 64 bits per number." if _is_wide() else "jax_enable_x64 is off, so arrays hold 32 bits per number."
     )
-    raise InputError(f"{name} with the number {number}{dtype}", f"it does not fit: {why}", hint)
+    raise InputError(f"{name} with the number {shown(number)}{dtype}", f"it does not fit: {why}", hint)
 
 
 def of_other_library(value: object, name: str) -> np.ndarray | None:

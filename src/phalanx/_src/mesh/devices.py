@@ -15,8 +15,11 @@ from phalanx._src.typed_jax import set_config
 from phalanx.errors import DeviceError, StartupError, arguments, shown
 
 _DEVICE_NAME = re.compile(
-    r"^(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?/?(?:device:)?([a-z]+):(\d+)$", re.IGNORECASE
+    r"^(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?/?(?:device:)?([a-z]+):(\d{1,18})$", re.IGNORECASE
 )
+
+
+_MOST_DEVICES = 1 << 16
 
 
 def set_virtual_cpu_devices(count: int) -> None:
@@ -29,7 +32,7 @@ def set_virtual_cpu_devices(count: int) -> None:
       count: number of CPU devices, at least 1.
 
     Raises:
-      InvalidArgumentError: `count` is not a positive integer.
+      InvalidArgumentError: `count` is not an integer from 1 to 65536.
       StartupError: JAX has already initialized its devices.
 
     Example:
@@ -39,7 +42,8 @@ def set_virtual_cpu_devices(count: int) -> None:
     count = arguments.integer(
         "count",
         count,
-        kind="a number of devices; a process has at least one CPU device",
+        most=_MOST_DEVICES,
+        kind=f"a number of devices, at most {_MOST_DEVICES}; a process has at least one CPU device",
         hint="set_virtual_cpu_devices(2)",
     )
     try:
@@ -158,7 +162,7 @@ def first_devices(count: int) -> tuple[jax.Device, ...]:
     if not 0 < count <= len(devices):
         platform = devices[0].platform
         raise DeviceError(
-            f"devices={count}",
+            f"devices={shown(count)}",
             f"this process has {', '.join(map(device_name, devices))}.",
             f"phalanx.set_virtual_cpu_devices({count}) before JAX starts"
             if platform == "cpu" and len(devices) < count < 1 << 16
@@ -245,7 +249,7 @@ def parse_devices(devices: Sequence[str | jax.Device] | int | None) -> tuple[jax
         return first_devices(devices)
     if not isinstance(devices, (list, tuple)):
         hint = 'devices=["cpu:0", "cpu:1"]'
-        if isinstance(devices, str) and devices.isdecimal():
+        if isinstance(devices, str) and arguments.is_number(devices):
             hint = f"devices={devices}"
         elif isinstance(devices, (str, jax.Device)):
             hint = f"devices=[{shown(devices)}, ...], one list with all devices"

@@ -16,7 +16,7 @@ from phalanx.errors import ClusterSourceError, ClusterTypeError, arguments, show
 
 _MEANING = "srun sets it for each task of a job step"
 _HINT = "srun --ntasks=2 python train.py"
-_MOST = 1 << 16
+_MOST, _MOST_BRACKETS = 1 << 16, 16
 _PORT_BASE = 8888
 _FIRST_PORT, _PORTS = 61440, 3840
 """Ports above those that Linux gives to connections (32768 to 60999), and room for the tasks of a node."""
@@ -75,8 +75,10 @@ def _items(text: str) -> list[str]:
     items = re.split(r",(?![^\[\]]*\])", text)
     for item in items:
         plain = re.sub(r"\[[^\[\]]*\]", "", item)
-        if not item or set(plain) & set("[] \t"):
-            raise _bad_list(text, f"{item!r} is not a host name, or has unbalanced brackets")
+        if not item or set(plain) & set("[] \t") or item.count("[") > _MOST_BRACKETS:
+            raise _bad_list(
+                text, f"{shown(item, 80)} is not a host name, or has unbalanced brackets or more than {_MOST_BRACKETS}"
+            )
     return items
 
 

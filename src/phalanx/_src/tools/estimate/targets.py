@@ -18,7 +18,7 @@ from phalanx._src.runtime.streams import filtered
 from phalanx._src.tools.estimate.chips import CHIPS, Chip
 from phalanx.errors import DeviceError, InvalidArgumentError, MissingDependencyError, PhalanxError, shown
 
-_NAME = re.compile(r"(?:(\d+)\*)?([a-z0-9]+):(\d+(?:x\d+)*)")
+_NAME = re.compile(r"(?:(\d{1,9})\*)?([a-z0-9]+):(\d{1,9}(?:x\d{1,9})*)")
 _EXAMPLE = 'topologies=["v5e:4x4", "h100:8", "cpu:2"]'
 _MOST = 1 << 16
 _HOST = (2, 2, 1)
@@ -91,21 +91,21 @@ def _each(name: object) -> list[str]:
 def _parse(name: str) -> Target:
     match = _NAME.fullmatch(name)
     if match is None:
-        raise InvalidArgumentError(f"topology {name!r}", "must be a kind of device, a colon and a size.", _EXAMPLE)
+        raise InvalidArgumentError(f"topology {shown(name)}", "must be a kind of device, a colon and a size.", _EXAMPLE)
     slices, kind, sizes = int(match[1] or 1), match[2], tuple(map(int, match[3].split("x")))
     if not 0 < math.prod(sizes) * slices <= _MOST:
-        raise InvalidArgumentError(f"topology {name!r}", f"must have 1 to {_MOST} devices.", _EXAMPLE)
+        raise InvalidArgumentError(f"topology {shown(name)}", f"must have 1 to {_MOST} devices.", _EXAMPLE)
     if kind == "cpu":
         if len(sizes) > 1 or slices > 1:
-            raise InvalidArgumentError(f"topology {name!r}", "CPU devices have one size.", "cpu:2")
+            raise InvalidArgumentError(f"topology {shown(name)}", "CPU devices have one size.", "cpu:2")
         return Target(name, None, sizes)
     if kind not in CHIPS:
         raise InvalidArgumentError(
-            f"topology {name!r}", f"the known kinds of devices are {', '.join([*CHIPS, 'cpu'])}.", _EXAMPLE
+            f"topology {shown(name)}", f"the known kinds of devices are {', '.join([*CHIPS, 'cpu'])}.", _EXAMPLE
         )
     chip = CHIPS[kind]
     if chip.platform != "tpu" and slices > 1:
-        raise InvalidArgumentError(f"topology {name!r}", "only TPUs have slices.", f"{kind}:{slices}x{match[3]}")
+        raise InvalidArgumentError(f"topology {shown(name)}", "only TPUs have slices.", f"{kind}:{slices}x{match[3]}")
     return _torus(name, chip, sizes, slices) if chip.dims else _hosts(name, chip, sizes)
 
 
@@ -116,13 +116,13 @@ def _hosts(name: str, chip: Chip, sizes: tuple[int, ...]) -> Target:
         sizes = (1, n) if n <= chip.per_host else (n // chip.per_host, chip.per_host)
         if math.prod(sizes) != n:
             raise InvalidArgumentError(
-                f"topology {name!r}",
+                f"topology {shown(name)}",
                 f"{n} GPUs do not fill hosts of {chip.per_host}.",
                 f"{chip.name}:{n - n % chip.per_host}",
             )
     if len(sizes) > 2 or sizes[1] > chip.per_host:
         raise InvalidArgumentError(
-            f"topology {name!r}", f"a host has at most {chip.per_host} GPUs.", f"{chip.name}:4x{chip.per_host}"
+            f"topology {shown(name)}", f"a host has at most {chip.per_host} GPUs.", f"{chip.name}:4x{chip.per_host}"
         )
     return Target(name, chip, sizes)
 
@@ -136,14 +136,14 @@ def _torus(name: str, chip: Chip, sizes: tuple[int, ...], slices: int) -> Target
             slices, n = n // most, most
         torus = _compact(n, chip)
         if torus is None:
-            raise InvalidArgumentError(f"topology {name!r}", f"no torus of {chip.name} has {n} chips.", example)
+            raise InvalidArgumentError(f"topology {shown(name)}", f"no torus of {chip.name} has {n} chips.", example)
         sizes = torus
     if len(sizes) != chip.dims:
-        raise InvalidArgumentError(f"topology {name!r}", f"a slice of {chip.name} has {chip.dims} dims.", example)
+        raise InvalidArgumentError(f"topology {shown(name)}", f"a slice of {chip.name} has {chip.dims} dims.", example)
     if any(size > most for size, most in zip(sorted(sizes), sorted(chip.largest), strict=True)):
         longest = "x".join(map(str, chip.largest))
         raise InvalidArgumentError(
-            f"topology {name!r}",
+            f"topology {shown(name)}",
             f"a slice of {chip.name} has at most {longest} chips.",
             f"{max(2, -(-math.prod(sizes) // math.prod(chip.largest)))}*{chip.name}:{longest}",
         )
