@@ -141,8 +141,9 @@ WAITING = (
     "src/phalanx/_src/parameter_server/",
     "src/phalanx/_src/strategies/parameter_server.py",
 )
-COMPUTING = ("tests/contract/", "tests/sources/", "tests/estimator/")
-"""Files that wait for processes, and files that keep a core busy, take turns, and begin first: all cores are busy to the end."""
+COMPUTING = ("tests/contract/", "tests/sources/", "tests/estimator/", "tests/unit/tools/", "tests/unit/tracing/")
+"""Files that wait for processes, and files that keep a core busy, take turns, and begin first: all cores are busy to the end, when
+the many short examples of the sources are left."""
 
 
 EXAMPLES = ("ClusterCoordinator", "ParameterServerStrategy", "ShardedVariable")

@@ -71,6 +71,7 @@ def trained(folder, freq, how, workers):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(workers)], text
 
 
+@pytest.mark.cover(["workers"], {2})
 @pytest.mark.parametrize("workers", [1, 2])
 def test_callbacks_continue_from_the_backup(tmp_path, workers):
     """Logs, learning rates, the epoch of the end and weights are those of a training run that nobody has killed."""
