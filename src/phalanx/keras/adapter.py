@@ -16,7 +16,7 @@ from phalanx._src.input.order import digest_of
 from phalanx._src.input.sources.base import UNKNOWN, Facts, Owner, size_of, to_host
 from phalanx._src.input.sources.batches import BatchStream
 from phalanx._src.input.sources.rows import ChosenRows
-from phalanx._src.mesh.arrays import as_array, copied, is_sparse
+from phalanx._src.mesh.arrays import as_array, copied, is_on_cpu, is_sparse
 from phalanx._src.strategies.base import Strategy
 from phalanx._src.typed_jax import shape_dtype
 from phalanx.errors import InputError, shown
@@ -86,7 +86,10 @@ class AdaptedData:
 
     def _of_arrays(self, facts: Facts) -> BatchStream:
         batches = compat.ArrayBatches(self._adapter, _checked, ChosenRows, to_host)
-        num_rows, size = compat.num_rows(self._adapter), size_of(batches.arrays)
+        # NumPy gathers the rows of a CPU if they are shuffled. Other rows of devices stay there.
+        gathers = compat.is_shuffled(self._adapter)
+        arrays = [np.asarray(x) if gathers and isinstance(x, jax.Array) and is_on_cpu(x) else x for x in batches.arrays]
+        num_rows, size = compat.num_rows(self._adapter), size_of(arrays)
         facts = replace(
             facts,
             num_records=num_rows,

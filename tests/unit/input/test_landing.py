@@ -90,10 +90,23 @@ def test_batches_of_fit_are_copied_once(writes, replicas, group, kind, copies, t
     batches = [batch[0] if isinstance(batch, tuple) else batch for batch in batches]
     rows = whole(strategy, batches, group)
     assert (sorted(rows) if kind == "shuffled" else rows) == list(range(len(X)))
-    # JAX arrays are stacked, which is a copy.
-    copies = 1 if group > 1 else copies
+    # JAX arrays are stacked, which is a copy, unless the steps of one replica follow each other in one array.
+    copies = 1 if group > 1 and (kind, replicas) != ("JAX array", 1) else copies
     assert sum(size for size, _ in writes) == copies * X.nbytes
     assert {name for _, name in writes} <= {thread or "phalanx-prefetch", "MainThread" if thread is None else thread}
+
+
+@pytest.mark.parametrize(
+    ("x", "shuffle", "is_read"), [(X, False, True), (DEVICE_X, False, False), (DEVICE_X, True, True)]
+)
+def test_a_thread_reads_what_the_host_copies(x, shuffle, is_read):
+    """Rows of a device in their order cost the host nothing, so the caller takes them; NumPy gathers shuffled rows of a CPU."""
+    data = EpochData(mirrored(1), x, steps=None, group=1, batch_size=ROWS, shuffle=shuffle)
+    data.read_beside()
+    epoch = data.epoch()
+    next(epoch)
+    assert ("phalanx-prefetch" in {thread.name for thread in threading.enumerate()}) == is_read
+    assert len(list(epoch)) == BATCHES - 1
 
 
 def places(value):
@@ -200,6 +213,19 @@ def test_rows_go_to_the_devices_once_at_most(transfers, kind, place, group, repl
         assert max(gone, default=0) < SIZE * 4 * 4
     else:
         assert sum(gone) >= x.nbytes
+
+
+@pytest.mark.usefixtures("transfers")
+@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("group", [1, 3])
+def test_rows_of_one_array_are_laid_out_by_one_program(monkeypatch, group, shuffle, replicas):
+    """A batch or a stack of several steps, on one device or two, is one call for each leaf."""
+    calls, program = [], sources_rows._taken
+    monkeypatch.setattr(sources_rows, "_taken", lambda *args: calls.append(args) or program(*args))
+    batches = in_fit(mirrored(replicas), DEVICE_X[:, :4], alone=True, group=group, batch_size=ROWS, shuffle=shuffle)
+    assert len(batches) == BATCHES // group
+    assert len(calls) == len(batches) + 1  # One more for the digest of the first batch.
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

@@ -23,13 +23,22 @@ def test_shares_add_up_evenly(rows, replicas):
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=40))
 def test_split_holds_every_row_once(counts):
     """Real rows are in order; padded rows come last and are copies of real rows. Replicas may have any numbers of rows."""
-    layout = split(counts, max(1, *counts, 1))
-    assert layout.index.shape == layout.mask.shape == (len(counts), max(1, *counts, 1))
-    assert layout.mask.sum(axis=1).tolist() == counts
-    assert layout.index[layout.mask].tolist() == list(range(sum(counts)))
-    assert np.array_equal(layout.mask, -np.sort(-layout.mask.astype(int), axis=1))
-    assert layout.index.min() >= 0
-    assert layout.index.max() < max(1, sum(counts))
+    places = max(1, *counts, 1)
+    index, is_real = split(counts, places), np.arange(places) < np.array(counts)[:, None]
+    assert index.shape == (len(counts), places)
+    assert index[is_real].tolist() == list(range(sum(counts)))
+    assert index.min() >= 0
+    assert index.max() < max(1, sum(counts))
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=9), st.integers(1, 5), st.integers(0, 3))
+def test_split_of_several_steps(counts, steps, missing):
+    """Each step lies as a batch does, behind the rows of the steps before it; the last one fills the rest of the room."""
+    places, first_row = max(1, *counts, 1), sum(counts)
+    stacked = split(counts, places, steps, steps + missing)
+    for step in range(steps + missing):
+        expected = split(counts, places) + min(step, steps - 1) * first_row
+        assert np.array_equal(stacked[:, step], expected)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

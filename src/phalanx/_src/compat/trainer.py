@@ -252,6 +252,11 @@ def begin_again(adapter: _DataAdapter | None) -> None:
         adapter.enqueuer.indices = itertools.count()
 
 
+def is_shuffled(adapter: _ArrayDataAdapter) -> bool:
+    """Whether an array data adapter draws an order of the rows."""
+    return bool(adapter._shuffle)
+
+
 def draws_while_reading(adapter: _DataAdapter | None) -> bool:
     """Whether a data adapter draws an order for each batch, not only for each epoch: `shuffle="batch"`."""
     return isinstance(adapter, _ArrayDataAdapter) and adapter._shuffle == "batch"

@@ -12,9 +12,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from phalanx._src.input import shard
 from phalanx._src.input.sources.base import Owner, Piece
-from phalanx._src.input.sources.rows import ChosenRows, copy, read
+from phalanx._src.input.sources.rows import ChosenRows, copy, joined, read
 from phalanx._src.mesh.arrays import is_on_cpu
 from phalanx._src.mesh.memory import Pool
 from phalanx._src.runtime.dispatch import process_dispatching
@@ -79,21 +78,24 @@ class Landing:
         stacks = columns_of(before)[0] if before is not None and is_next else [()] * len(columns)
         places, landed = max(1, *piece.counts), []
         for leaves, last in zip(columns, stacks, strict=False):
-            is_gathered = isinstance(leaves[0], ChosenRows)
-            must_copy = is_gathered or self._is_borrowed
-            if isinstance(leaves[0].array if is_gathered else leaves[0], jax.Array):
-                leaves = tuple([_where_it_is(leaf, is_stacked=room is not None) for leaf in leaves])  # noqa: PLW2901
-                must_copy = isinstance(leaves[0], ChosenRows)
-            # JAX arrays cannot change. The arrays of a stack are stacked on their device.
-            if isinstance(leaves[0], jax.Array) or not (must_copy or room):
+            if self._stays(leaves[0], is_stacked=room is not None):
                 landed.append(leaves)
                 continue
             stack = last[0].stack if last and isinstance(last[0], Landed) else None
             if stack is None or not _has_place(stack, leaves, places):
                 stack = self.empty(leaves, len(piece.counts), room or 1, places)
-            write(stack[:, step], leaves, piece.counts)
+            write(stack[:, step], [np.asarray(x) if isinstance(x, jax.Array) else x for x in leaves], piece.counts)
             landed.append((Landed(stack, step),) * len(leaves))
         return piece._replace(parts=list(map(tree.unflatten, zip(*landed, strict=True))))
+
+    def _stays(self, leaf: PyTree, *, is_stacked: bool) -> bool:
+        """Whether the rows of a leaf stay where they are until they are placed."""
+        array = leaf.array if isinstance(leaf, ChosenRows) else leaf
+        if not isinstance(array, jax.Array):
+            return leaf is array and not (self._is_borrowed or is_stacked)
+        # JAX arrays cannot change. Only NumPy copies rows of a CPU: those to be stacked, gathered or cast.
+        is_view = not is_stacked if leaf is array else isinstance(leaf.index, slice) and leaf.dtype == array.dtype
+        return is_view or not is_on_cpu(array)
 
     def stacked(self, steps: Sequence[PyTree], counts: Sequence[int], places: int, room: int | None) -> PyTree:
         """Returns one leaf of the steps of a batch in the layout of the devices, without a copy if it has that layout.
@@ -111,12 +113,14 @@ class Landing:
         if room is None and isinstance(first, Landed) and first.stack.shape[2] == places:
             return first.stack[:, first.step]
         # What is on a GPU or TPU stays there.
-        if isinstance(first, jax.Array) and not is_on_cpu(first):
+        array = first.array if isinstance(first, ChosenRows) else first
+        if isinstance(array, jax.Array) and not is_on_cpu(array):
             return _stacked_on_device(steps, counts, places, room)
-        is_full = sum(counts) == places * replicas
-        if room is None and is_full and len(steps[0]) == 1 and not isinstance(first, Landed):
-            rows = np.asarray(first)
-            return rows.reshape(replicas, places, *rows.shape[1:])
+        is_full = sum(counts) == places * replicas and len(steps) == (room or 1) and len(steps[0]) == 1
+        is_in_order = is_full and 1 in (replicas, len(steps)) and not isinstance(first, Landed)
+        if is_in_order and (whole := joined([leaf for (leaf,) in steps])) is not None:
+            rows = np.asarray(read(whole))
+            return rows.reshape(replicas, *(() if room is None else (room,)), places, *rows.shape[1:])
         # The rows were written to where they are needed when they were read, unless steps were put back or a batch is uneven.
         stack = _common(steps, places, room or 1)
         if stack is None:
@@ -145,17 +149,6 @@ def columns_of(piece: Piece) -> tuple[list[tuple[PyTree, ...]], PyTree]:
     parts = piece.parts
     leaves, tree = jax.tree.flatten(parts[0])
     return list(zip(leaves, *map(jax.tree.leaves, parts[1:]), strict=True)), tree
-
-
-def _where_it_is(leaf: PyTree, *, is_stacked: bool) -> PyTree:
-    """Returns a leaf of JAX's, or rows of one, as an array that shares its memory, or on its device.
-
-    Rows that must be gathered on the host remain `ChosenRows`, as do rows of NumPy arrays.
-    """
-    if isinstance(leaf, jax.Array):
-        return np.asarray(leaf) if is_stacked and is_on_cpu(leaf) else leaf
-    is_read = isinstance(leaf.array, jax.Array) and isinstance(leaf.index, slice) and leaf.dtype == leaf.array.dtype
-    return leaf.read() if is_read or not leaf.is_on_host else leaf
 
 
 def _has_place(stack: np.ndarray, leaves: Sequence[PyTree], places: int) -> bool:
@@ -235,23 +228,15 @@ def _write_parts(out: np.ndarray, parts: Sequence[PyTree]) -> None:
             row[len(part) :] = read(widest[-1:]) if len(widest) else 0
 
 
-def _stacked_on_device(
-    steps: Sequence[Sequence[PyTree]], counts: Sequence[int], places: int, room: int | None
-) -> jax.Array:
+def _stacked_on_device(steps: Sequence[PyTree], counts: Sequence[int], places: int, room: int | None) -> PyTree:
     """Does what `Landing.stacked` does, without a copy through the host."""
-    index = shard.split(counts, places).index
-    with process_dispatching():
-        rows = map(_joined_on_device, steps)
-        laid = [x.reshape(*index.shape, *x.shape[1:]) if len(x) == index.size else x[index] for x in rows]
-        if room is None:
-            return laid[0]
-        missing = [jnp.zeros_like(laid[0])] * (room - len(laid))
-        return jnp.stack([*laid, *missing], axis=1)
-
-
-def _joined_on_device(parts: Sequence[PyTree]) -> jax.Array:
-    """Returns the rows of all parts, on the device of the first."""
-    if len(parts) == 1:
-        return parts[0]  # type: ignore[no-any-return]
-    _require_alike(parts)
-    return jnp.concatenate([jax.device_put(part, parts[0].sharding) for part in parts])
+    leaves = [leaf for parts in steps for leaf in parts]
+    rows = joined(leaves)
+    if rows is None:
+        _require_alike(leaves)
+        arrays = list(map(read, leaves))
+        with process_dispatching():
+            rows = jnp.concatenate([jax.device_put(x, arrays[0].sharding) for x in arrays])
+    if isinstance(rows, jax.Array):
+        rows = ChosenRows(rows, slice(0, len(rows)))
+    return rows.laid(tuple(counts), places, len(steps), room)

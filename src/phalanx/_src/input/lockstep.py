@@ -17,6 +17,7 @@ from phalanx._src.input.feed import AbstractBatches, Batch, Feed, Form, Place, S
 from phalanx._src.input.prefetch import AbstractReadings, readings
 from phalanx._src.input.shard import InputWorker
 from phalanx._src.input.sources.base import UNKNOWN, Facts, Piece
+from phalanx._src.input.sources.rows import read
 from phalanx._src.input.wire import exchange_bytes, packed, unpacked
 from phalanx.errors import InputError
 
@@ -147,7 +148,7 @@ class Lockstep(AbstractBatches):
           is_needed: whether some worker has no more steps than these. All workers compute the same value.
         """
         if self._own:
-            self._padding = jax.tree.map(lambda x: np.array(x[:1]), self._own[-1].piece.parts[0])
+            self._padding = jax.tree.map(lambda x: np.array(read(x[:1])), self._own[-1].piece.parts[0])
         # One exchange is enough: afterwards every worker has a row, unless no worker has any.
         if is_needed and not self._has_shared:
             self._has_shared = True

@@ -16,6 +16,7 @@ from phalanx._src.input.feed import Step
 from phalanx._src.input.landing import Landed, Landing, columns_of, write
 from phalanx._src.input.shard import InputWorker
 from phalanx._src.input.sources.base import Owner
+from phalanx._src.input.sources.rows import read
 from phalanx._src.mesh.arrays import as_number, is_array, map_named
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.mesh.values import ComponentSizes, PerReplica, flatten, is_distributed
@@ -84,13 +85,13 @@ class Placement:
         columns, tree = columns_of(step.piece)
         # One replica: return plain arrays, which are cheaper than `PerReplica`.
         if room is None and rows is None and replicas == 1 and not settings.wraps_one_replica:
-            batch = tree.unflatten([leaf[:] if isinstance(leaf, Landed) else leaf for (leaf, *_) in columns])
+            batch = tree.unflatten([leaf[:] if isinstance(leaf, Landed) else read(leaf) for (leaf, *_) in columns])
             return self._topology.put_replicated(batch) if self._fetches else batch
         local = step.piece.counts
         # The parts of a dataset function can each be used where they are.
         is_apart = len(step.piece.parts) > 1 and not any(isinstance(leaf, Landed) for leaf, *_ in columns)
         if room is None and rows is None and self._fetches and is_apart:
-            return tree.unflatten([PerReplica(self._topology.join_per_replica(leaves)) for leaves in columns])
+            return tree.unflatten([PerReplica(self._topology.join_per_replica(list(map(read, x)))) for x in columns])
         later = [columns_of(each.piece)[0] for each in steps[1:]] if room else ()
         leaves = [self._landing.stacked(each, local, places, room) for each in zip(columns, *later, strict=True)]
         rows = rows if room is None else rows and rows.of_steps(room)

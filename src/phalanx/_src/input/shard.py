@@ -81,19 +81,6 @@ class InputWorker:
         return range(self.index, num_files, self.count)
 
 
-@dataclass(frozen=True)
-class Split:
-    """A layout of rows on replicas.
-
-    Args:
-      index: int array (num_replicas, places). The row at each place; the last row if the place is padding.
-      mask: bool array (num_replicas, places). True for real rows.
-    """
-
-    index: np.ndarray
-    mask: np.ndarray
-
-
 def shares(rows: int, num_replicas: int) -> list[int]:
     """Returns the number of rows per replica. The numbers differ by at most one.
 
@@ -104,24 +91,26 @@ def shares(rows: int, num_replicas: int) -> list[int]:
     return [rows // num_replicas + (replica < rows % num_replicas) for replica in range(num_replicas)]
 
 
-def split(counts: Sequence[int], places: int) -> Split:
-    """Lays out consecutive rows on replicas.
+def split(counts: Sequence[int], places: int, steps: int = 1, room: int | None = None) -> np.ndarray:
+    """Returns which row lies in each place of a batch of consecutive rows: an array (replicas, places).
 
     Args:
       counts: number of rows per replica.
       places: number of rows that each replica has room for, at least the largest of `counts`.
+      steps: number of such batches that follow each other.
+      room: number of steps that a stack of them has room for, for an array (replicas, room, places). The last step fills the rest.
 
     Example:
-      >>> split([2, 1], places=2).mask.tolist()
-      [[True, True], [True, False]]
-      >>> split([2, 1], places=2).index.tolist()
+      >>> split([2, 1], places=2).tolist()
       [[0, 1], [2, 2]]
+      >>> split([1, 1], places=1, steps=2, room=3).tolist()
+      [[[0], [2], [2]], [[1], [3], [3]]]
     """
-    counts_of = np.asarray(counts)[:, None]
-    place = np.arange(places)[None, :]
-    starts = np.cumsum(counts_of, axis=0) - counts_of
-    mask = place < counts_of
+    ends = np.cumsum(counts)[:, None]
     # Pad with a real row instead of zeros: a function that is finite on the data, such as a logarithm, is then also finite
     # on the padding, and its gradient has no NaN.
-    index = np.where(mask, starts + place, max(0, sum(counts) - 1))
-    return Split(index, mask)
+    rows = ends - np.asarray(counts)[:, None] + np.arange(places)
+    index: np.ndarray = np.where(rows < ends, rows, max(0, sum(counts) - 1))
+    if room is not None:
+        index = index[:, None] + np.minimum(np.arange(room), steps - 1)[:, None] * sum(counts)
+    return index

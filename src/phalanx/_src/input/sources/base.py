@@ -78,7 +78,7 @@ class Facts:
       has_random_access: whether a worker can read its own rows only.
       is_in_memory: whether the rows are in memory, so that reading is cheap and cannot fail.
       owner: who owns the memory of the batches.
-      batch_bytes: size of a batch in memory. 0 if it is unknown.
+      batch_bytes: bytes of a batch that the host copies. 0 if they are unknown.
       whole: the facts about the source whose batches these are parts of. None if they are whole.
     """
 
@@ -243,8 +243,8 @@ def to_host(batch: PyTree) -> PyTree:
 
 
 def size_of(batch: PyTree) -> int:
-    """Returns the number of bytes of the arrays of a batch in memory."""
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch))
+    """Returns the number of bytes of a batch that the host copies. Devices copy their own arrays."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch) if not isinstance(x, jax.Array))
 
 
 _NUM_ROWS = itemgetter(0)

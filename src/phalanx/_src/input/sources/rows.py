@@ -2,6 +2,8 @@
 """Rows of an array that were chosen and not yet read, so that they are written once, to where they are needed."""
 
 import functools
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import final
 
 import jax
@@ -9,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import DTypeLike
 
+from phalanx._src.input import shard
 from phalanx._src.mesh.arrays import is_on_cpu
 from phalanx._src.mesh.memory import Pool
 from phalanx._src.runtime.dispatch import process_dispatching
@@ -54,10 +57,13 @@ class ChosenRows:
         """
         if self.is_on_host:
             return np.asarray(self.array)[self.index].astype(self.dtype, copy=False)
+        return self.laid()
+
+    def laid(self, *layout: PyTree) -> PyTree:
+        """Returns the rows of a JAX array, by one call of a program on its device. `layout` are arguments of `shard.split`, if any."""
+        index = self.index.start if isinstance(self.index, slice) else self.index
         with process_dispatching():
-            if isinstance(self.index, slice):
-                return _consecutive(self.array, self.index.start, len(self), self.dtype)
-            return _taken(self.array, self.index, self.dtype)
+            return _taken(self.array, index, len(self), layout, self.dtype)
 
     def write(self, out: np.ndarray) -> None:
         """Writes the rows into `out`, which has their shape. They must be on the host."""
@@ -73,6 +79,19 @@ class ChosenRows:
 def read(leaf: PyTree) -> PyTree:
     """Returns a leaf of a batch as an array, which may share the memory of its owner."""
     return leaf.read() if isinstance(leaf, ChosenRows) else leaf
+
+
+def joined(leaves: Sequence[PyTree]) -> PyTree | None:
+    """Returns the rows of several leaves, one after the other, without reading them. None if they cannot be rows of one array."""
+    first = leaves[0]
+    if len(leaves) == 1:
+        return first
+    if any(not isinstance(leaf, ChosenRows) or leaf.array is not first.array for leaf in leaves):
+        return None
+    if not isinstance(first.index, slice):
+        return ChosenRows(first.array, np.concatenate([leaf.index for leaf in leaves]), first.dtype)
+    follows = all(before.index.stop == leaf.index.start for before, leaf in pairwise(leaves))
+    return ChosenRows(first.array, slice(first.index.start, leaves[-1].index.stop), first.dtype) if follows else None
 
 
 def copy(out: np.ndarray, leaf: PyTree) -> None:
@@ -92,12 +111,14 @@ def owned(leaf: PyTree, pool: Pool) -> PyTree:
     return array
 
 
-# One program for all batches: the first row is an argument.
-@functools.partial(jax.jit, static_argnums=(2, 3))
-def _consecutive(array: jax.Array, start: int, count: int, dtype: PyTree) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(array, start, count).astype(dtype)
-
-
-@functools.partial(jax.jit, static_argnums=2)
-def _taken(array: jax.Array, index: np.ndarray, dtype: PyTree) -> jax.Array:
-    return jnp.take(array, index, axis=0).astype(dtype)
+# One program for all batches: the rows, or the first of consecutive ones, are an argument.
+@functools.partial(jax.jit, static_argnums=(2, 3, 4))
+def _taken(array: jax.Array, index: jax.Array, count: int, layout: PyTree, dtype: PyTree) -> jax.Array:
+    places = shard.split(*layout) if layout else np.arange(count)
+    if jnp.ndim(index):
+        rows = jnp.take(array, index[places], axis=0)
+    elif np.array_equal(places.ravel(), np.arange(count)):
+        rows = jax.lax.dynamic_slice_in_dim(array, index, count).reshape(*places.shape, *array.shape[1:])
+    else:
+        rows = jnp.take(array, index + places, axis=0)
+    return rows.astype(dtype)
