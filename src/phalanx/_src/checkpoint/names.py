@@ -196,12 +196,7 @@ class Names:
       paths: the first name of each object and variable.
     """
 
-    def __init__(
-        self,
-        naming: Naming,
-        aliases: dict[str, str] | None = None,
-        keys_of: KeysOf = _own_keys,
-    ) -> None:
+    def __init__(self, naming: Naming, aliases: dict[str, str] | None = None, keys_of: KeysOf = _own_keys) -> None:
         self._naming, self._aliases = naming, aliases or {}
         self.paths: IdentityMap[str] = IdentityMap()
         self._keys_of = keys_of
@@ -356,11 +351,7 @@ def _children(value: Any, met: set[int], naming: Naming) -> _Children | None:
     if isinstance(value, tuple):
         fields = getattr(value, "_fields", None)
         make = None if fields is None else type(value)
-        return (
-            list(fields or naming.items(value)),
-            list(value),
-            lambda items: make(*items) if make else tuple(items),
-        )
+        return (list(fields or naming.items(value)), list(value), lambda items: make(*items) if make else tuple(items))
     is_leaf = is_owner(value) or isinstance(value, Variable) or part_of(value) is not None
     if is_leaf or jax.tree_util.all_leaves([value]):
         return None

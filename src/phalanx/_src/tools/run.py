@@ -129,9 +129,7 @@ def run(
             return
         if ray and in_cluster:
             raise InvalidArgumentError(
-                f"--ray {ray} with --in-cluster",
-                "one launcher starts all workers on Ray's nodes.",
-                "omit --in-cluster",
+                f"--ray {ray} with --in-cluster", "one launcher starts all workers on Ray's nodes.", "omit --in-cluster"
             )
         # Before anything starts: otherwise each worker would fail by itself, and be started again.
         request.check_script()

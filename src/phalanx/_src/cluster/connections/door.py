@@ -98,15 +98,12 @@ class Door:
 
     def _hear(self, member: Connection) -> None:
         """Forgets a member whose connection has ended. It says nothing after its hello."""
-        try:
-            if member.socket.recv(1):
-                return
-        except OSError:
-            pass
-        with self._lock:
-            self._here.remove(member)
-        self._selector.unregister(member)
-        member.close()
+        _, is_open = member.hear(())
+        if not is_open:
+            with self._lock:
+                self._here.remove(member)
+            self._selector.unregister(member)
+            member.close()
 
 
 @final
