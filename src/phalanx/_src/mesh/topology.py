@@ -3,17 +3,16 @@
 
 import math
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.typing import ArrayLike
-from typing_extensions import override
 
 from phalanx._src.cluster.watch import membership, watch
 from phalanx._src.cluster.watch.agreement import READ
@@ -466,46 +465,3 @@ def _as_row(array: jax.Array | np.ndarray, device: jax.Device) -> jax.Array:
 
 def _sums_of_rows(arrays: list[jax.Array]) -> list[jax.Array]:
     return [x.sum(0, dtype=x.dtype) for x in arrays]
-
-
-@final
-class Nowhere(Topology):
-    """The topology of the default strategy: one replica without dedicated devices. Values stay where they are."""
-
-    has_devices: ClassVar[bool] = False
-
-    def __init__(self) -> None:
-        # A null object. It skips the constructor of `Topology`, which needs devices and derives everything from them.
-        vars(self).update(
-            devices=(),
-            axes=(),
-            layout=None,
-            source=0,
-            shards_updates=False,
-            replicated=None,
-            shares=Shares(),
-            num_replicas=1,
-            is_single=True,
-            num_workers=1,
-            worker_index=0,
-            input_workers=(0,),
-            input_index=0,
-            local_devices=(),
-            local_replicas=range(1),
-        )
-
-    @override
-    def default_device(self) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    @override
-    def put_replicated(self, tree: PyTree) -> PyTree:
-        return tree
-
-    @override
-    def put_variable(self, value: ArrayLike, sharding: NamedSharding) -> PyTree:
-        return value
-
-
-NOWHERE = Nowhere()
-"""The only instance, because topologies of variables are compared by identity."""

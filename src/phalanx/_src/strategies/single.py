@@ -11,7 +11,8 @@ from typing_extensions import override
 
 from phalanx._src import compat
 from phalanx._src.mesh.arrays import is_sparse, of_other_library
-from phalanx._src.mesh.topology import NOWHERE, Nowhere, Topology
+from phalanx._src.mesh.nowhere import NOWHERE, Nowhere
+from phalanx._src.mesh.topology import Topology
 from phalanx._src.mesh.values import map_leaves, unwrapped
 from phalanx._src.options import RunOptions
 from phalanx._src.programs import explain

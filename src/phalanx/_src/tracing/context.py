@@ -19,7 +19,7 @@ from phalanx._src.collectives import packing, primitives
 from phalanx._src.collectives.accumulation import term
 from phalanx._src.collectives.cross_device import checked_options
 from phalanx._src.mesh.devices import device_name
-from phalanx._src.mesh.topology import NOWHERE
+from phalanx._src.mesh.nowhere import NOWHERE
 from phalanx._src.mesh.values import ReplicaLocal, flatten
 from phalanx._src.options import CommunicationOptions, ReduceOp
 from phalanx._src.tracing.rows import ReplicaRows
