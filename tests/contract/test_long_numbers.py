@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import phalanx
+from phalanx._src.cluster.resolvers.environment import resolver_of_environment
 from phalanx.cluster_resolver import ClusterSpec, SlurmClusterResolver
 from phalanx.errors import PhalanxError
 
@@ -43,6 +44,29 @@ CALLS = {
     "batch_size": lambda _: phalanx.MirroredStrategy(1).experimental_distribute_dataset(np.ones(4), batch_size=NUMBER),
 }
 SLURM = {"SLURM_JOB_ID": "1", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_STEP_TASKS_PER_NODE": "1"}
+
+
+POD = {"JOB_COMPLETION_INDEX": "0", "HOSTNAME": "a-0", "PHALANX_SERVICE": "a"}
+JOBSET = {"JOBSET_NAME": "a", "REPLICATED_JOB_NAME": "b", "JOB_INDEX": "0", "JOB_COMPLETION_INDEX": "0"}
+ENVIRONMENTS = {
+    "task": {
+        "TF_CONFIG": '{"cluster": {"worker": {"0": "a:1", "99999999": "b:1"}}, "task": {"type": "worker", "index": 0}}'
+    },
+    "tasks": {**SLURM, "SLURM_STEP_NODELIST": "a", "SLURM_STEP_NUM_TASKS": "9" * 18},
+    "pods": {**POD, "PHALANX_NUM_PODS": "9" * 18},
+    "jobs": {**JOBSET, "PHALANX_NUM_PODS": "999999", "REPLICATED_JOB_REPLICAS": "999999"},
+}
+
+
+@pytest.mark.parametrize("environ", ENVIRONMENTS.values(), ids=ENVIRONMENTS)
+def test_clusters_that_would_fill_the_memory_are_refused(environ):
+    with pytest.raises(PhalanxError, match=r"(?s)(at most 1048576|more than 1048576|0 or more).*HINT: "):
+        resolver_of_environment(environ).cluster_spec().job_tasks("worker")
+
+
+def test_hosts_of_too_many_chips_have_none():
+    environ = {"TPU_WORKER_HOSTNAMES": "a,b", "TPU_WORKER_ID": "0", "TPU_CHIPS_PER_HOST_BOUNDS": f"{'9' * 18},1,1"}
+    assert resolver_of_environment(environ).num_accelerators() == {}
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)

@@ -1,5 +1,7 @@
 """Options of the launcher that stand after the script."""
 
+import os
+
 import pytest
 
 from phalanx._src.launch.misplaced import misplaced, warning_of
@@ -33,3 +35,10 @@ def test_warning_has_the_right_line():
         "phalanx: --report comes after package.train, so it is passed to the script and not to phalanx run.\n"
         "HINT: phalanx run --report -m package.train 'a b'"
     )
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), lambda path: path.mkdir()])
+def test_only_files_are_read(tmp_path, make):
+    """What is read from a pipe, as with `phalanx run <(make_script)`, would be missing when Python reads it."""
+    make(tmp_path / "script")
+    assert misplaced(str(tmp_path / "script"), ["--workers", "2"], {"--workers": True}) == (["--workers", "2"], [])

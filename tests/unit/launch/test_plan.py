@@ -158,6 +158,7 @@ def test_this_machine_has_usable_cores():
     ("wrong", "message"),
     [
         ({"workers": 0}, r"workers=0: there must be at least one worker.\nHINT: --workers 2"),
+        ({"workers": 99_999_999}, r"workers=99999999: there must be at most 1048576 workers.\nHINT: --workers 2"),
         ({"workers": -1}, r"workers=-1: there must be at least one worker.\nHINT: --workers 2"),
         ({"devices_per_worker": 0}, r"devices_per_worker=0: a worker must have at least one device.\nHINT: "),
     ],

@@ -253,6 +253,32 @@ def test_bad_commands_are_refused_without_stack(arguments, words):
     assert "Traceback" not in done.stderr
 
 
+def test_more_workers_than_ports_are_refused(monkeypatch):
+    def held_ports(count):
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr("phalanx._src.launch.nodes.held_ports", held_ports)
+    done = invoke("run", "--workers", "99999", __file__)
+    assert (done.exit_code, done.stderr) == (
+        2,
+        "phalanx: --workers 99999: this machine has no port for each worker: [Errno 24] Too many open files.\nHINT: --workers 2\n",
+    )
+
+
+def test_template_of_a_name_that_is_no_text():
+    """It has the bytes of the name."""
+    done = invoke("run", "--print", "slurm", os.fsdecode(b"\xff.py"))
+    assert done.exit_code == 0
+    assert b"\xff.py" in done.stdout_bytes
+
+
+@pytest.mark.parametrize("name", ["x" * 5000, "\udcff/x", "train.py/x"])
+def test_names_of_no_file_are_refused(name):
+    done = invoke("run", name)
+    assert done.exit_code == 2
+    assert "there is no such file in " in done.output
+
+
 def test_option_after_the_script_is_recognized(launch):
     """The warning has the right line. The script gets the option all the same, which it may know."""
     script = launch.script("import sys\nprint(sys.argv[1:])")

@@ -352,7 +352,7 @@ def _task_of(fields: dict[str, Any]) -> Task:
 def _index(subject: str, value: object) -> int:
     if isinstance(value, str) and arguments.is_number(value):
         value = int(value)
-    if not arguments.is_integer(value, least=0, most=1 << 31):
+    if not arguments.is_integer(value, least=0, most=1 << 20):
         raise ClusterError(subject, "an index must be an integer, 0 or more.", _TASK_HINT)
     return value
 

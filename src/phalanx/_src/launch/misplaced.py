@@ -5,6 +5,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from phalanx._src.cluster.untrusted import read_data
+
 
 def misplaced(target: str, arguments: Sequence[str], options: Mapping[str, bool]) -> tuple[list[str], list[str]]:
     """Divides the arguments of a script.
@@ -53,6 +55,6 @@ def warning_of(command: str, target: Sequence[str], moved: Sequence[str], remain
 
 def _text(target: str) -> str:
     try:
-        return Path(target).read_text(encoding="utf-8", errors="replace")
-    except OSError:  # The name of a module.
+        return read_data(Path(target)).decode(errors="replace")
+    except (OSError, ValueError):  # The name of a module, or a pipe, from which only Python may read.
         return ""

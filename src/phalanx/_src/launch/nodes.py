@@ -8,6 +8,7 @@ from typing import Protocol, Self, final
 from phalanx._src.cluster.connections.ports import held_ports
 from phalanx._src.launch.plan import ALONE, Machine, Machines, ProcessSpec, Request, plan
 from phalanx._src.launch.processes import AbstractWorkerProcess, WorkerProcess
+from phalanx.errors import InvalidArgumentError
 
 
 class AbstractNodes(Protocol):
@@ -64,7 +65,11 @@ class ThisNode:
     def __enter__(self) -> Self:
         # Held until the group has ended, so that nobody takes them before the workers do.
         with ExitStack() as stack:
-            self._ports = [stack.enter_context(held).port for held in held_ports(self._request.workers)]
+            try:
+                self._ports = [stack.enter_context(held).port for held in held_ports(self._request.workers)]
+            except OSError as e:
+                problem = f"this machine has no port for each worker: {e}."
+                raise InvalidArgumentError(f"--workers {self._request.workers}", problem, "--workers 2") from e
             self._held = stack.pop_all()
         return self
 

@@ -58,6 +58,9 @@ ALONE = Machines()
 """This machine alone."""
 
 
+_MOST_WORKERS = 1 << 20
+
+
 @dataclass(frozen=True)
 class Request:
     """The script to run and the number of processes.
@@ -88,8 +91,9 @@ class Request:
     evaluator: bool = False
 
     def __post_init__(self) -> None:
-        if self.workers < 1:
-            raise InvalidArgumentError(f"workers={self.workers}", "there must be at least one worker.", "--workers 2")
+        if not 1 <= self.workers <= _MOST_WORKERS:
+            problem = f"there must be at {'least one worker' if self.workers < 1 else f'most {_MOST_WORKERS} workers'}."
+            raise InvalidArgumentError(f"workers={self.workers}", problem, "--workers 2")
         if self.least_workers is not None and not 1 <= self.least_workers <= self.workers:
             raise InvalidArgumentError(
                 f"workers={self.least_workers}:{self.workers}",
@@ -133,7 +137,7 @@ class Request:
         """
         if self.is_module:
             return
-        if not Path(self.target).exists():
+        if not os.path.exists(self.target):
             raise InvalidArgumentError(
                 f"script={self.target!r}", f"there is no such file in {Path.cwd()}.", "phalanx run -m package.module"
             )

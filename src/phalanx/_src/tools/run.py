@@ -125,7 +125,8 @@ def run(
                     "the template starts the workers without a launcher that joins their profiles.",
                     f"{PROFILE}=100:110:FOLDER in the environment of the workers",
                 )
-            click.echo(TEMPLATES[template](request, max_restarts), nl=False, color=True)  # Unchanged, even in a pipe.
+            # Unchanged, even in a pipe. Names of files need not be text.
+            click.echo(os.fsencode(TEMPLATES[template](request, max_restarts)), nl=False, color=True)
             return
         if ray and in_cluster:
             raise InvalidArgumentError(

@@ -85,3 +85,11 @@ def test_profiles_of_other_users_are_skipped(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="It is a link"):
         write(trace_of(tmp_path, 701, 100.0), 4, 1_000.0, tmp_path)
     assert (tmp_path / "victim").read_text() == "mine"
+
+
+def test_folder_that_cannot_be_written_is_refused_before_the_run(tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "full" / MERGED).mkdir(parents=True)
+    for name in ("file", "file/folder", "x" * 300, "full"):
+        with pytest.raises(InvalidArgumentError, match=r"profiles cannot be written there: .*\nHINT: --profile-folder"):
+            clear(tmp_path / name)

@@ -199,6 +199,10 @@ def seconds_of(environ: Mapping[str, str], name: str, default: float) -> float:
     return seconds
 
 
+MOST_TASKS = 1 << 20
+"""The most tasks of a job, and the largest of other numbers. Lists of more would fill the memory."""
+
+
 def number(environ: Mapping[str, str], name: str, meaning: str, hint: str, default: int | None = None) -> int:
     """Returns the value of an environment variable as an integer of at least 0.
 
@@ -210,13 +214,14 @@ def number(environ: Mapping[str, str], name: str, meaning: str, hint: str, defau
       default: value to return if the variable is not set. None makes a missing variable an error.
 
     Raises:
-      ClusterSourceError: the variable is not set and has no default, or is not a number.
+      ClusterSourceError: the variable is not set and has no default, or is not a number, or is too large.
     """
     if default is not None and not environ.get(name):
         return default
     value = variable(environ, name, meaning, hint)
-    if not arguments.is_number(value):
-        raise ClusterSourceError(f"{name}={value!r:.80}", f"must be a number; {meaning}.", hint)
+    if not arguments.is_number(value) or int(value) > MOST_TASKS:
+        kind = f"at most {MOST_TASKS}" if arguments.is_number(value) else "a number"
+        raise ClusterSourceError(f"{name}={value!r:.80}", f"must be {kind}; {meaning}.", hint)
     return int(value)
 
 

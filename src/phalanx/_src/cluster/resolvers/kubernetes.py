@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, final
 from typing_extensions import override
 
 from phalanx._src.cluster.resolvers.base import (
+    MOST_TASKS,
     ClusterResolver,
     check_count,
     check_port,
@@ -137,6 +138,9 @@ class KubernetesClusterResolver(ClusterResolver):
         index = self._completion_index()
         _check_index("JOB_COMPLETION_INDEX", index, count)
         _check_index("JOB_INDEX", replica, replicas)
+        if replicas * count > MOST_TASKS:
+            problem = f"with PHALANX_NUM_PODS={count}, the job has more than {MOST_TASKS} pods."
+            raise ClusterSourceError(f"REPLICATED_JOB_REPLICAS={replicas}", problem, "REPLICATED_JOB_REPLICAS=1")
         service = self._service or self._environ.get("PHALANX_SERVICE") or name
         hosts = [f"{name}-{job}-{r}-{i}.{service}" for r in range(replicas) for i in range(count)]
         return _Pods(hosts, replica * count + index)

@@ -86,5 +86,7 @@ class SageMakerClusterResolver(ClusterResolver):
         if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
             raise ClusterSourceError(f"SM_HOSTS={shown(text, 80)}", "must be a JSON list of host names.", _HINT)
         if current_host not in hosts:
-            raise ClusterSourceError(f"SM_CURRENT_HOST={current_host!r}", f"is not one of SM_HOSTS={text}.", _HINT)
+            raise ClusterSourceError(
+                f"SM_CURRENT_HOST={current_host!r:.80}", f"is not one of SM_HOSTS={text:.200}.", _HINT
+            )
         return sorted(hosts)

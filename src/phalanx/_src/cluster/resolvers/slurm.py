@@ -146,7 +146,7 @@ def _placed(counts: list[int], distribution: str) -> list[_TaskPosition]:
     if kind in ("", "*") or kind.startswith(("block", "pack", "nopack")):
         return places
     raise ClusterSourceError(
-        f"SLURM_DISTRIBUTION={distribution!r}",
+        f"SLURM_DISTRIBUTION={distribution!r:.80}",
         "it does not determine the node of a rank. Only block and cyclic do.",
         "srun --distribution=block ...",
     )
@@ -251,7 +251,7 @@ class SlurmClusterResolver(ClusterResolver):
         hosts = expand_hosts(self._variable("SLURM_STEP_NODELIST"))
         counts = self._counts_of_nodes(hosts)
         if len(counts) != len(hosts):
-            problem = f"this is {len(counts)} nodes, but SLURM_STEP_NODELIST={self._variable('SLURM_STEP_NODELIST')} has {len(hosts)}."
+            problem = f"this is {len(counts)} nodes, but SLURM_STEP_NODELIST={self._variable('SLURM_STEP_NODELIST'):.80} has {len(hosts)}."
             raise ClusterSourceError(f"tasks per node {counts}", problem, _HINT)
         places = _placed(counts, self._environ.get("SLURM_DISTRIBUTION", ""))
         self._check_own_place(places)

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, final
 
 from typing_extensions import override
 
-from phalanx._src.cluster.resolvers.base import ClusterResolver, check_port, google_service, number
+from phalanx._src.cluster.resolvers.base import MOST_TASKS, ClusterResolver, check_port, google_service, number
 from phalanx._src.cluster.spec import ClusterSpec, Task
 from phalanx.errors import ClusterSourceError, ClusterTypeError, arguments, shown
 
@@ -130,7 +130,7 @@ class TPUClusterResolver(ClusterResolver):
         names = ("TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_CHIPS_PER_HOST_BOUNDS")
         bounds = next((self._environ[n] for n in names if self._environ.get(n)), "")
         sides = bounds.split(",")
-        if not all(map(arguments.is_number, sides)):
+        if not all(map(arguments.is_number, sides)) or math.prod(map(int, sides)) > MOST_TASKS:
             return {}
         # In these two generations, every chip is two devices.
         cores = 2 if self._environ.get("TPU_ACCELERATOR_TYPE", "")[:3] in ("v2-", "v3-") else 1

@@ -120,10 +120,18 @@ def _events_in(file: Path) -> list[dict[str, Any]]:
 
 
 def clear(folder: Path) -> None:
-    """Makes the folder, and removes the profiles of an earlier run from it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in [*folder.glob("rank_*.json.gz"), folder / MERGED]:
-        file.unlink(missing_ok=True)
+    """Makes the folder, and removes the profiles of an earlier run from it.
+
+    Raises:
+      InvalidArgumentError: this user may not write there.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in [*folder.glob("rank_*.json.gz"), folder / MERGED]:
+            file.unlink(missing_ok=True)
+    except OSError as e:
+        hint = "--profile-folder profile, a folder that this user may write to"
+        raise InvalidArgumentError(f"--profile-folder {folder}", f"profiles cannot be written there: {e}.", hint) from e
 
 
 def _of_rank(event: dict[str, Any], rank: int, shift: float) -> dict[str, Any]:
