@@ -5,6 +5,7 @@ Standard library only.
 """
 
 import collections.abc
+import contextlib
 import functools
 import importlib
 import inspect
@@ -134,9 +135,11 @@ def path(name: str, value: object, hint: str | None = None) -> str:
     Raises:
       InvalidArgumentError: `value` is not a path. Integers are rejected because Python takes them for open file descriptors.
     """
-    if not isinstance(value, (str, os.PathLike)) or not isinstance(text := os.fspath(value), str) or "\0" in text:
-        raise InvalidArgumentError(f"{name}={shown(value)}", "must be a path.", hint or f'{name}="folder/name"')
-    return text
+    text = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    with contextlib.suppress(UnicodeEncodeError):  # Half a character of UTF-16 is in no name of a file.
+        if isinstance(text, str) and b"\0" not in os.fsencode(text):
+            return text
+    raise InvalidArgumentError(f"{name}={shown(value)}", "must be a path.", hint or f'{name}="folder/name"')
 
 
 PICTURES = (".png", ".svg", ".pdf")

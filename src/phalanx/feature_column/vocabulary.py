@@ -6,12 +6,14 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, ClassVar
 
 import keras
 import numpy as np
 from typing_extensions import override
 
+from phalanx._src.cluster.untrusted import read_data
 from phalanx.errors import InvalidArgumentError, arguments, shown
 from phalanx.feature_column.base import MISSING, Occurrences
 from phalanx.feature_column.categorical import AbstractKeyedColumn, hashed
@@ -119,12 +121,11 @@ class VocabularyFileColumn(_VocabularyColumn):
 
 def _lines(key: str, path: str) -> list[str]:
     try:
-        with open(path, "rb") as file:
-            content = file.read()
-    except OSError as e:
+        content = read_data(Path(path))
+    except (OSError, ValueError) as e:
         raise InvalidArgumentError(
             f"vocabulary_file={path!r} of the column of {key!r}",
-            f"it cannot be read: {e.strerror}.",
+            f"it cannot be read: {getattr(e, 'strerror', None) or e}.",
             "a text file with a word per line",
         ) from e
     # TensorFlow's TextFileInitializer splits at \n and drops \r. An empty line is a word.

@@ -134,7 +134,8 @@ class SidecarEvaluator:
     def _newest(self) -> tuple[float, str] | None:
         """Returns the modification time and the name of the newest checkpoint, or None if there is none."""
         try:
-            entries = [entry for entry in os.scandir(self._dir) if entry.name.endswith(_SUFFIXES)]
+            # Not a pipe, whose other end Keras would wait for, nor a link that leads nowhere: others may write there too.
+            entries = [e for e in os.scandir(self._dir) if e.name.endswith(_SUFFIXES) and os.path.isfile(e.path)]
             return max(((entry.stat().st_mtime, entry.name) for entry in entries), default=None)
         except FileNotFoundError:  # The folder does not exist yet, or a file was removed between listing and `stat`.
             return None

@@ -51,6 +51,7 @@ def test_values_that_fit_come_back(check, expected):
         (lambda: arguments.path("p", 3), 'p=3: must be a path.\nHINT: p="folder/name"'),
         (lambda: arguments.path("p", BytesPath()), "must be a path."),
         (lambda: arguments.path("p", "a\0b"), "must be a path."),
+        (lambda: arguments.path("p", "a\ud800"), "must be a path."),
         (lambda: arguments.instance("e", "x", int, "1"), "e='x': must be a int.\nHINT: 1"),
         (lambda: arguments.instance("e", 3, ArithmeticError, ""), "e=3: must be an ArithmeticError."),
         (lambda: arguments.instance("o", 3, Options, ""), "o=3: must be Options."),

@@ -33,6 +33,10 @@ test_bad_vocabularies_are_refused = refusals(
     ),
     (lambda: with_list("w", ["a"], num_oov_buckets=-1), r"num_oov_buckets=-1: must be an integer from 0.*\nHINT: "),
     (lambda: with_file("w", 3), r"vocabulary_file=3: must be a path.\nHINT: "),
+    (
+        lambda: with_file("w", "/dev/zero"),
+        r"'/dev/zero' of the column of 'w': it cannot be read: it is a device or a pipe.\nHINT: ",
+    ),
     (lambda: with_file("w", "absent.txt"), r"'absent.txt' of the column of 'w': it cannot be read: No such.*\nHINT: "),
 )
 

@@ -1,5 +1,6 @@
 """Evaluation beside training."""
 
+import os
 import threading
 
 import keras
@@ -171,6 +172,17 @@ def test_stops_at_a_step(evaluator, tmp_path):
     stop = keras.callbacks.LambdaCallback(on_test_end=lambda logs: stopped.stop())
     stopped = evaluator(callbacks=[stop], timeout_s=None)
     assert len(stopped.start()) == 1
+
+
+def test_pipes_and_links_of_others_are_skipped(evaluator, tmp_path):
+    """Keras would wait for the other end of a pipe."""
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    for name in ("a.keras", "b.weights.h5"):
+        os.mkfifo(saved / name)
+    (saved / "c.safetensors").symlink_to("c.safetensors")
+    (saved / "d.keras").symlink_to("/dev/zero")
+    assert evaluator(timeout_s=0.1).start() == []
 
 
 def test_ends_where_nothing_comes(evaluator, tmp_path):

@@ -23,7 +23,7 @@ from phalanx._src.runtime.bootstrap import print_on_chief
 from phalanx._src.strategies.multi_worker import MultiWorkerMirroredStrategy
 from phalanx._src.tools.doctor.network import Check, check_network, judge_addresses, own_address
 from phalanx._src.tools.env.report import versions
-from phalanx.errors import PhalanxError
+from phalanx.errors import PhalanxError, arguments
 
 _ALLOWED_SKEW_S = 5.0
 _VISIBLE_WITHIN_S = 5.0
@@ -184,7 +184,8 @@ def _shared_folder(folder: str, token: str, rank: int, tell: Callable[[Any], lis
         return Check("shared folder", False, problems[0], "use a folder that exists and that all workers may write to")
     deadline_s = time.monotonic() + _VISIBLE_WITHIN_S
     while True:
-        seen = {int(p.name.rpartition("-")[2]) for p in Path(folder).glob(f".phalanx-doctor-{token}-*")}
+        ends = [p.name.rpartition("-")[2] for p in Path(folder).glob(f".phalanx-doctor-{token}-*")]
+        seen = set(map(int, filter(arguments.is_number, ends)))  # Others may write there too.
         # Every rank looks until the slowest has seen all files, because network file systems show new files late.
         if all(tell(len(seen) == len(of_ranks) or time.monotonic() > deadline_s)):
             break
