@@ -139,6 +139,11 @@ class SidecarEvaluator:
             return max(((entry.stat().st_mtime, entry.name) for entry in entries), default=None)
         except FileNotFoundError:  # The folder does not exist yet, or a file was removed between listing and `stat`.
             return None
+        except OSError as e:
+            hint = "the folder into which the training program saves"
+            raise InputError(
+                f"SidecarEvaluator of {self._model.name!r}", f"the folder cannot be read: {e}.", hint
+            ) from e
 
     def _load(self, name: str) -> int | None:
         """Loads a checkpoint into the model. Returns its training step, or None if it cannot be read."""

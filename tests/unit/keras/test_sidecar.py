@@ -185,6 +185,14 @@ def test_pipes_and_links_of_others_are_skipped(evaluator, tmp_path):
     assert evaluator(timeout_s=0.1).start() == []
 
 
+def test_folder_that_is_none(evaluator, tmp_path):
+    (tmp_path / "saved").write_text("")
+    with pytest.raises(
+        InputError, match=r"the folder cannot be read: .*Not a directory.*\nHINT: the folder into which"
+    ):
+        evaluator().start()
+
+
 def test_ends_where_nothing_comes(evaluator, tmp_path):
     """A folder that never appears is no hang. A file that is not whole is tried again, and not taken for an error."""
     assert evaluator(timeout_s=0.2).start() == []

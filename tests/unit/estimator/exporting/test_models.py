@@ -11,7 +11,7 @@ from refusals import refused
 
 import phalanx
 import phalanx.estimator as estimator
-from phalanx.errors import InputError, InvalidArgumentError, MissingDependencyError
+from phalanx.errors import CheckpointError, InputError, InvalidArgumentError, MissingDependencyError
 
 X = np.arange(12, dtype="float32").reshape(4, 3)
 
@@ -92,3 +92,11 @@ def test_exports_that_cannot_be(tmp_path):
 def test_export_of_keras_names_ours(tmp_path):
     with refused(MissingDependencyError, ["Sequential.export(", "tensorflow", "phalanx.estimator.export_model"]):
         keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]).export(str(tmp_path / "a"))
+
+
+def test_links_that_lead_nowhere_and_long_names(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(InvalidArgumentError, match="exists already"):
+        estimator.export_model(small(), tmp_path / "link", X)
+    with pytest.raises(CheckpointError, match="cannot be written to"):
+        estimator.export_model(small(), tmp_path / ("x" * 300), X)
