@@ -1,6 +1,7 @@
 """What a process waits for."""
 
 import threading
+import time
 
 import pytest
 
@@ -20,6 +21,26 @@ def test_files_of_other_processes_are_waited_for(tmp_path):
     threading.Timer(0.2, file.touch).start()
     background.wait()
     assert file.exists()
+
+
+def test_files_that_other_processes_rename(tmp_path, monkeypatch):
+    """An unfinished file may get its last name, or go, at any moment after it was listed."""
+    monkeypatch.setattr(background, "_POLL_S", 0.0)
+
+    def write():
+        end_s = time.monotonic() + 0.5
+        while time.monotonic() < end_s:
+            part = tmp_path / ".a.safetensors.1.part"
+            part.touch()
+            part.rename(tmp_path / "b")
+        (tmp_path / "a.safetensors").touch()
+
+    thread = threading.Thread(target=write)
+    background.expect(tmp_path / "a.safetensors", nothing)
+    thread.start()
+    background.wait()
+    thread.join()
+    assert (tmp_path / "a.safetensors").exists()
 
 
 def test_files_that_nobody_writes_are_not_waited_for(tmp_path, monkeypatch):

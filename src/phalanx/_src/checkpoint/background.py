@@ -70,7 +70,7 @@ def _wait_while_written(has_ended: Callable[[], bool], folder: Path, parts: str,
     """
     size, since_s = -1, time.monotonic()
     while not has_ended():
-        written = sum(part.stat().st_size for part in folder.glob(parts) if part.exists())
+        written = sum(status.st_size for _, status in shards.with_status(folder.glob(parts)))
         if written != size:
             size, since_s = written, time.monotonic()
         elif time.monotonic() - since_s > silence_s:

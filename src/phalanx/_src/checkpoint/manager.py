@@ -390,14 +390,14 @@ class CheckpointManager:
     def _old(self) -> list[tuple[float, Path]]:
         """Returns the times and files of all checkpoints except the last `max_to_keep`."""
         checkpoints = numbered(self._directory, self._name)[: -self._max_to_keep] if self._max_to_keep else []
-        return [(file.lstat().st_mtime, file) for _, file in checkpoints]
+        return [(status.st_mtime, file) for file, status in shards.with_status(file for _, file in checkpoints)]
 
     def _delete_old(self) -> None:
         """Deletes old checkpoints. Runs after a save, in the thread that writes."""
         for saved_s, file in self._old():
             if file in self._kept:
                 continue
-            last_s = max((f.lstat().st_mtime for f in self._kept if os.path.lexists(f)), default=self._since_s)
+            last_s = max((status.st_mtime for _, status in shards.with_status(self._kept)), default=self._since_s)
             if self._keep_every_h is not None and saved_s - last_s >= self._keep_every_h * _HOUR_S:
                 self._kept.add(file)
             else:

@@ -9,7 +9,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +36,16 @@ def file_of_rank(file: Path, rank: int) -> Path:
     return folder_of(file) / f"{rank:05d}{file.suffix}"
 
 
+def with_status(files: Iterable[Path]) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yields each file with its status, but for those that another process has renamed or deleted since they were listed."""
+    for file in files:
+        try:
+            status = file.lstat()
+        except FileNotFoundError:
+            continue
+        yield file, status
+
+
 def delete(file: Path) -> None:
     """Deletes a checkpoint; first what makes it one, so that its pieces are never missing."""
     # Files of other users in a folder such as /tmp, and folders, stay.
@@ -60,7 +70,7 @@ def user_folder(file: Path) -> Path:
 
 def size_on_disk(file: Path) -> int:
     """Returns the bytes of a checkpoint, with its pieces."""
-    return sum(each.stat().st_size for each in (file, *folder_of(file).glob(f"*{file.suffix}")))
+    return sum(status.st_size for _, status in with_status((file, *folder_of(file).glob(f"*{file.suffix}"))))
 
 
 class Division(NamedTuple):

@@ -459,4 +459,4 @@ def _newest_other(file: Path) -> str:
 def _checkpoints(folder: Path) -> Iterator[tuple[float, str]]:
     """Yields the times and paths of the checkpoints in a folder."""
     with contextlib.suppress(OSError):
-        yield from ((f.stat().st_mtime, path_of(f)) for f in folder.glob(f"*{SUFFIX}"))
+        yield from ((s.st_mtime, path_of(f)) for f, s in shards.with_status(folder.glob(f"*{SUFFIX}")))
