@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checkpoint files. Each is one file in the safetensors format, so that a checkpoint is there completely or not at all.
 
-The arrays are the tensors of the file. Everything else is JSON in the metadata of the file. They are written here, array by array, so that training continues in the meantime: the library
-copies all arrays into one buffer first, and holds Python's lock. The format is described at
+The arrays are the tensors of the file. Everything else is JSON in the metadata of the file. Files are written here, array by array, so
+that training continues in the meantime: the library safetensors copies all arrays into one buffer first, and holds Python's lock. The
+format is described at
 https://huggingface.co/docs/safetensors/index#format.
 
 Each array has a sum in the notes, and all that comes before the arrays has one in its first bytes.
