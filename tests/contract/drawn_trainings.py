@@ -284,6 +284,11 @@ def trainings(way, replicas=None):
 _OF_BATCHES = ("Dice", "Tversky", "R2Score", "PearsonCorrelation", "ConcordanceCorrelation")
 
 
+def optimizer_of(drawn, **options):
+    """Its steps saturate no softmax, also if the loss is a sum: Keras clips the probability there, and Phalanx takes the logits."""
+    return keras.optimizers.SGD(0.005 if "sum" in drawn["loss"] else 0.1, **options)
+
+
 def fit(strategy, drawn):
     """Fits, evaluates and predicts. Returns what the user sees.
 
@@ -295,7 +300,7 @@ def fit(strategy, drawn):
     with contextlib.nullcontext() if strategy is None else strategy.scope():
         model = model_of(drawn["model"])
         metrics = [metric_of(1, *each) for each in drawn["metrics"]]
-        optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=drawn["accumulated"])
+        optimizer = optimizer_of(drawn, gradient_accumulation_steps=drawn["accumulated"])
         model.compile(optimizer, loss_of(*drawn["loss"]), metrics=metrics, steps_per_execution=drawn["steps"])
     rows, batch_size = drawn["rows"], drawn["batch_size"]
     x, y = X[:rows], LABELS[drawn["labels"]][:rows]
@@ -322,7 +327,7 @@ def loop(strategy, drawn):
     with strategy.scope():
         model = model_of(drawn["model"])
         metrics = [metric_of(1, *each) for each in drawn["metrics"]]
-        optimizer = keras.optimizers.SGD(0.1)
+        optimizer = optimizer_of(drawn)
     loss_fn, data = loss_of(*drawn["loss"]), data_of(drawn)
 
     def step(x, y, w):
