@@ -367,3 +367,65 @@ def test_losses_that_a_model_computes(name):
         scores = model.evaluate(x, y, batch_size=8, verbose=0, return_dict=True)
         results.append([*np.ravel([*history.values()]), *scores.values(), *np.ravel(model.dense.kernel)])
     np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-6)
+
+
+def assert_like_one_device(layers, x, y, batch_size, **compiled):
+    """Fits and evaluates on three replicas and in plain Keras."""
+    results = []
+    for scope in (phalanx.MirroredStrategy([f"cpu:{i}" for i in range(3)]).scope, contextlib.nullcontext):
+        keras.utils.set_random_seed(0)
+        with scope():
+            model = keras.Sequential([keras.Input(x.shape[1:]), *layers()])
+            model.compile(keras.optimizers.SGD(0.1), **{name: make() for name, make in compiled.items()})
+        history = model.fit(x, y, batch_size=batch_size, epochs=2, shuffle=False, verbose=0).history
+        scores = model.evaluate(x, y, batch_size=batch_size, verbose=0, return_dict=True)
+        values = dict(sorted(history.items())).values(), dict(sorted(scores.items())).values(), model.get_weights()
+        results.append(np.concatenate([np.ravel(value) for each in values for value in each]))
+    np.testing.assert_allclose(*results, rtol=1e-4, atol=1e-6)
+
+
+def square_of(y, p):
+    return keras.ops.square(y - p)
+
+
+FEW_OF_MANY = {
+    "the first": (lambda y, p: keras.ops.mean(square_of(y[:16], p[:16])), 48, 60),
+    "the largest": (lambda y, p: keras.ops.mean(keras.ops.top_k(square_of(y, p)[:, 0], 12)[0]), 48, 60),
+    "two of a short batch": (lambda y, p: keras.ops.mean(keras.ops.top_k(square_of(y, p)[:, 0], 2)[0]), 8, 19),
+    "half the number": (lambda y, p: keras.ops.sum(square_of(y, p)) / (y.shape[0] // 2), 20, 40),
+}
+
+
+@pytest.mark.parametrize("name", FEW_OF_MANY)
+def test_numbers_of_rows_that_decide(name):
+    """A function may do with a batch what it does not do with the rows of a replica, as a loss and in a metric."""
+    fn, batch_size, rows = FEW_OF_MANY[name]
+    x = np.random.default_rng(0).normal(size=(rows, 4)).astype("float32")
+    metrics = lambda: [Updated(lambda state, y, p: state + fn(y, p) * y.shape[0])]  # noqa: E731
+    layers = lambda: [keras.layers.Dense(2)]  # noqa: E731
+    assert_like_one_device(layers, x, np.sin(x[:, :2]), batch_size, loss=lambda: fn, metrics=metrics)
+
+
+MASKED = {
+    "mean": lambda y, p: keras.ops.mean(square_of(y, p)),
+    "of all rows": lambda y, p: keras.ops.mean(square_of(y, p), axis=-1) / keras.ops.std(y - p),
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_masks_of_layers(name):
+    """Rows that come from other replicas have their masks, and a replica may have nothing but masked steps."""
+    x = np.random.default_rng(0).normal(size=(11, 5, 2)).astype("float32")
+    x[np.arange(5) >= np.random.default_rng(1).integers(1, 6, (11, 1))] = 0
+    x[-1] = 0
+    metrics = lambda: [MASKED["of all rows"]]  # noqa: E731
+    layers = lambda: [keras.layers.Masking(), keras.layers.SimpleRNN(2, return_sequences=True)]  # noqa: E731
+    assert_like_one_device(layers, x, np.cos(x), 8, loss=lambda: MASKED[name], metrics=metrics)
+
+
+def test_outputs_that_are_numbers():
+    """Keras reduces the only dim, and counts each batch as one value. A function that returns one value per row counts rows."""
+    x = np.random.default_rng(0).normal(size=(19, 4)).astype("float32")
+    layers = lambda: [keras.layers.Dense(1), keras.layers.Reshape(())]  # noqa: E731
+    metrics = lambda: ["mae", square_of, keras.metrics.MeanSquaredError(name="mse")]  # noqa: E731
+    assert_like_one_device(layers, x, np.sin(x[:, 0]), 8, loss=lambda: "mse", metrics=metrics)

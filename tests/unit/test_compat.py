@@ -78,6 +78,15 @@ def test_names_are_counted_in_a_global_attribute():
         assert keras.Variable(0.0, name="v").path == "outer/inner/v"
 
 
+def test_masks_of_arrays():
+    array, mask = jnp.zeros((2, 3)), jnp.ones((2, 3), bool)
+    assert compat.mask_of(array) is None
+    assert compat.masked(array, None) is array
+    assert compat.mask_of(compat.masked(array, mask)) is mask
+    layer = keras.layers.Masking()
+    np.testing.assert_array_equal(compat.mask_of(layer(jnp.zeros((2, 3, 1)))), np.zeros((2, 3)))
+
+
 def test_metrics_of_compile_are_in_a_container():
     """`_compile_metrics` has them in the order of their results, and `_direction` says which are better; a user's may have none."""
 

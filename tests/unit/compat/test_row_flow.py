@@ -13,6 +13,7 @@ Y, P = jnp.zeros((6, 3)), jnp.ones((6, 3)) / 3
 CLASSES = jnp.zeros((6, 5), "int32")
 LOGITS = jnp.ones((6, 5, 7))
 WEIGHTS = np.arange(3, dtype="float32")
+STATE = [jnp.zeros(()), jnp.zeros((3,), "int32")]
 
 
 def errors(y, p):
@@ -162,6 +163,7 @@ OWN_GRADIENTS = {
     "by the mean of what comes back": (errors, lambda g, y, p: jnp.mean(g) * (p - y), None),
     "centered": (errors, lambda g, y, p: column(g) * (p - p.mean(0)), None),
     "mean": (lambda y, p: errors(y, p).mean(), lambda g, y, p: g * (p - y) / p.size, MEAN),
+    "of a constant": (lambda y, p: jnp.zeros(()), lambda g, y, p: g * (p - p.mean(0)) / p.size, None),
     "mean with the gradient of a sum": (lambda y, p: errors(y, p).mean(), lambda g, y, p: g * (p - y), None),
     "mean with the norm of all": (
         lambda y, p: errors(y, p).mean(),
@@ -176,7 +178,7 @@ def test_gradients_that_a_function_defines(case):
     """What a function returns per row may have a gradient that depends on all rows."""
     value, gradient, kind = OWN_GRADIENTS[case]
     fn = with_gradient(value, gradient)
-    assert kind_of(value, Y, P) in (ROWS, MEAN)
+    assert kind_of(value, Y, P) in (ROWS, MEAN, CONSTANT)
     for each in (fn, jax.jit(fn), lambda y, p: fn(y, jax.nn.relu(p)) * 2.0):
         assert (kind_of(each, Y, P) if kind else kind_of(each, Y, P).name) == (kind or "mixed")
 
@@ -196,13 +198,35 @@ def test_functions_that_mix_rows(case):
     assert kind_of(*MIXED[case]) not in (ROWS, MEAN, CONSTANT)
 
 
+BY_NUMBER = {
+    "half of the number": lambda y, p: ops.sum(errors(y, p)) / (y.shape[0] // 2),
+    "at least four": lambda y, p: ops.sum(errors(y, p)) / max(y.shape[0], 4),
+    "first rows": lambda y, p: ops.mean(errors(y[:16], p[:16])),
+    "most of many": lambda y, p: ops.mean(p) if y.shape[0] < 20 else ops.max(p),
+    "exponent": lambda y, p: ops.mean(jax.lax.integer_pow(p, y.shape[0])),
+    "loop": lambda y, p: ops.mean(p) * jax.lax.fori_loop(1, y.shape[0], lambda i, x: x + 1 / i, 0.0),
+}
+
+
+@pytest.mark.parametrize("case", BY_NUMBER)
+def test_numbers_of_rows_that_decide(case):
+    """A function may do another thing with the rows of a batch than with those of a replica."""
+    assert kind_of(BY_NUMBER[case], Y, P, sizes=(25, 13, 3)).name == "mixed"
+    assert not adds_up(lambda s, y, p: [s[0] + y.shape[0] * BY_NUMBER[case](y, p)], STATE[:1], Y, P, sizes=(25, 3))
+
+
+def test_states_that_only_many_rows_have():
+    """Code that takes more rows than a replica has is not one value per class."""
+    largest = lambda s, y, p: [s[0] + ops.sum(ops.top_k(p[:, 0], 12)[0])]  # noqa: E731
+    assert not adds_up(largest, STATE[:1], Y, P, sizes=(24, 8))
+
+
 def test_constants_and_sums():
     assert kind_of(lambda y, p: ops.ones(()), Y, P) == CONSTANT
     assert kind_of(lambda y, p: ops.zeros_like(y), Y, P) == CONSTANT
     assert kind_of(lambda y, p: ops.sum(y * p), Y, P) == SUM
 
 
-STATE = [jnp.zeros(()), jnp.zeros((3,), "int32")]
 ADDED = {
     "sums": lambda s, y, p: [s[0] + ops.sum(y * p), s[1] + ops.sum(ops.cast(y > p, "int32"), axis=0)],
     "numbers of rows": lambda s, y, p: [s[0] + y.shape[0], s[1] + 2 * y.shape[0]],

@@ -27,6 +27,7 @@ def _require_jax_backend() -> None:
 _require_jax_backend()
 
 # After the backend is set, because these modules import Keras. Importing them wraps the methods of Keras.
+from phalanx._src.compat.batch_functions import *  # noqa: E402
 from phalanx._src.compat.frozen import *  # noqa: E402
 from phalanx._src.compat.hooks import *  # noqa: E402
 from phalanx._src.compat.layouts import *  # noqa: E402

@@ -7,8 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import keras
+from keras.src import backend
 
-from phalanx._src.compat.row_flow import CONSTANT, MEAN, ROWS, kind_of
+from phalanx._src.compat.row_flow import CONSTANT, MEAN, ROWS, SOME, kind_of
 from phalanx._src.compat.scope import surrounding_scope
 from phalanx._src.typed_jax import shape_dtype
 from phalanx.typing import PyTree
@@ -26,14 +27,18 @@ def needs_all_rows(fn: Callable[..., Any], *args: PyTree, source: object, weight
       source: the function or class that it comes from. Of Keras's own functions, it is known which depend on other rows.
       weight: weights per row. Keras multiplies each of them by the number that a function returns for the batch.
     """
-    shape = shape_of(fn, *args)
+    try:
+        shape = shape_of(fn, *args)
+    except Exception:  # It takes more rows than this replica has, as the largest ten. If it takes no rows at all, the next call says so.
+        return True
     is_number = not shape
     if is_number and weight is not None and jnp.ndim(weight):
         return True
     if not is_number and str(getattr(source, "__module__", "")).startswith("keras."):
         return source in _OF_OTHER_ROWS or _is_of_others(fn, args, shape)
-    expected = MEAN if is_number else ROWS
-    return kind_of(fn, *args) not in (expected, CONSTANT)
+    expected, scope = MEAN if is_number else ROWS, surrounding_scope()
+    sizes = SOME if scope is None else scope.share.sizes(args)
+    return kind_of(fn, *args, sizes=sizes) not in (expected, CONSTANT)
 
 
 def with_all_rows(fn: Callable[..., jax.Array], *args: PyTree, source: object) -> jax.Array:
@@ -47,6 +52,19 @@ def with_all_rows(fn: Callable[..., jax.Array], *args: PyTree, source: object) -
         return fn(*args)
     with scope.share.whole_batch(args) as whole:
         return fn(*whole)
+
+
+def mask_of(x: PyTree) -> jax.Array | None:
+    """Returns the mask of steps that Keras's layers have given an array, or None."""
+    mask: jax.Array | None = backend.get_keras_mask(x)
+    return mask
+
+
+def masked(x: PyTree, mask: jax.Array | None) -> PyTree:
+    """Returns an array, with a mask if it is not None."""
+    if mask is not None:
+        backend.set_keras_mask(x, mask)
+    return x
 
 
 def shape_of(fn: Callable[..., Any], *args: PyTree) -> tuple[int, ...]:

@@ -20,8 +20,8 @@ from jax.typing import ArrayLike
 from phalanx._src.typed_jax import shape_dtype
 from phalanx.typing import PyTree
 
-# Two numbers of rows. Code that works on pairs or quarters of a batch takes both.
-_FEW, _MANY = 8, 16
+# A number of rows that code takes which works on pairs or quarters of a batch. So does the double.
+SOME = (8,)
 
 
 class Flow(NamedTuple):
@@ -77,6 +77,8 @@ _REDUCTIONS = frozenset(
         "argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum", "reduce_xor",
     }
 )  # fmt: skip
+_SIZED = frozenset({"broadcast_in_dim", "gather", "iota", "reshape", "slice"})
+"""Operations that are told the sizes of their results, or of parts of them."""
 _ALONG = {"cumlogsumexp": "axis", "cummax": "axis", "cummin": "axis", "cumprod": "axis", "cumsum": "axis"}
 _ALONG |= {"sort": "dimension", "concatenate": "dimension", "split": "axis"}
 _FOLDS: dict[str, Callable[..., Any]] = {
@@ -92,43 +94,58 @@ _ALIKE = _REDUCTIONS - {"reduce_prod", "reduce_sum", "reduce_xor"}
 """Reductions of equal values that do not depend on their number."""
 
 
-def kind_of(fn: Callable[..., Any], *args: PyTree) -> Flow:
+def kind_of(fn: Callable[..., Any], *args: PyTree, sizes: Sequence[int] = SOME) -> Flow:
     """Returns how the result of a function depends on the rows of its arguments, whose dim 0 they are. `MEAN` also with a constant added.
 
     Args:
       fn: the function. What it assigns is forgotten.
       *args: pytrees of arrays (rows, ...).
+      sizes: numbers of rows to call it with. It may do another thing with many rows than with few, such as to take the first ten.
     """
+    kinds = {_kind(fn, args, rows) for rows in sizes}
+    return kinds.pop() if len(kinds) == 1 else _MIXED
+
+
+def _kind(fn: Callable[..., Any], args: PyTree, rows: int) -> Flow:
+    """Returns the kind of the result for a number of rows and its double."""
     try:
-        few, many = (_traced(fn, args, rows) for rows in (_FEW, _MANY))
+        few, many = (_traced(fn, args, count) for count in (rows, 2 * rows))
         kinds = [ROWS if v.aval.shape else CONSTANT for v in few.jaxpr.invars]
-        (kind,) = _followed(few, many, kinds)
-        if kind == ROWS and _dim(*(_shape(each.jaxpr.outvars[0]) for each in (few, many))) != 0:
+        (kind,) = _followed(few, many, kinds, rows)
+        if kind == ROWS and _dim(_shape(few.jaxpr.outvars[0]), _shape(many.jaxpr.outvars[0]), rows) != 0:
             return _MIXED
-        if kind != CONSTANT and _has_own_gradient(few.jaxpr) and not _is_gradient_of_rows(fn, args):
+        if _has_own_gradient(few.jaxpr) and not _is_gradient_of_rows(fn, args, rows):
             return _MIXED
     except Exception:  # It wants another number of rows, or reads values. Nobody knows what it does with them.
         return _MIXED
     return MEAN if kind == _SHIFTED_MEAN else kind
 
 
-def adds_up(update: Callable[..., Sequence[jax.Array]], state: Sequence[jax.Array], *args: PyTree) -> bool:
+def adds_up(
+    update: Callable[..., Sequence[jax.Array]], state: Sequence[jax.Array], *args: PyTree, sizes: Sequence[int] = SOME
+) -> bool:
     """Returns whether a function adds sums over rows to a state, so that the states of parts of a batch may be added up.
 
     Args:
       update: returns the new state, given the state and the arguments.
       state: arrays.
       *args: pytrees of arrays (rows, ...).
+      sizes: numbers of rows, the largest first. See `kind_of`.
     """
     try:
-        few, many = (_traced(update, args, rows, state) for rows in (_FEW, _MANY))
+        _traced(update, args, sizes[0], state)
     except Exception:  # Its arguments are not rows, but for example one value per class.
         return True
-    try:
-        rows = [ROWS if v.aval.shape else CONSTANT for v in few.jaxpr.invars[len(state) :]]
+
+    def is_sum(rows: int) -> bool:
+        few, many = (_traced(update, args, count, state) for count in (rows, 2 * rows))
+        kinds = [ROWS if v.aval.shape else CONSTANT for v in few.jaxpr.invars[len(state) :]]
         # What is linear in the state and in sums over rows may be computed from parts.
-        return all(kind == SUM for kind in _followed(few, many, [SUM] * len(state) + rows))
-    except Exception:  # See `kind_of`.
+        return all(kind == SUM for kind in _followed(few, many, [SUM] * len(state) + kinds, rows))
+
+    try:
+        return all(map(is_sum, sizes))
+    except Exception:  # See `_kind`.
         return False
 
 
@@ -141,7 +158,7 @@ def _has_own_gradient(jaxpr: jex.Jaxpr) -> bool:
     )
 
 
-def _is_gradient_of_rows(fn: Callable[..., Any], args: PyTree) -> bool:
+def _is_gradient_of_rows(fn: Callable[..., Any], args: PyTree, rows: int) -> bool:
     """Whether the gradient for each row depends on that row alone, and is divided by the number of rows if the function is a mean."""
     leaves, tree = jax.tree.flatten(args)
     has_gradient = [jnp.issubdtype(jnp.result_type(x), jnp.inexact) for x in leaves]
@@ -159,11 +176,11 @@ def _is_gradient_of_rows(fn: Callable[..., Any], args: PyTree) -> bool:
 
     with keras.StatelessScope():
         value = jax.eval_shape(fn, *args)
-    few, many = (_traced(gradient, (leaves, value), rows) for rows in (_FEW, _MANY))
+    few, many = (_traced(gradient, (leaves, value), count) for count in (rows, 2 * rows))
     # What the number of rows has multiplied, a mean divides by it.
     kinds = [ROWS if v.aval.shape else CONSTANT for v in few.jaxpr.invars[:-1]]
     kinds.append(ROWS if value.shape else Flow("constant", 2.0))
-    return all(kind in (ROWS, CONSTANT) for kind in _followed(few, many, kinds))
+    return all(kind in (ROWS, CONSTANT) for kind in _followed(few, many, kinds, rows))
 
 
 def _traced(
@@ -178,14 +195,15 @@ def _traced(
 
 
 def _followed(
-    few: jex.ClosedJaxpr, many: jex.ClosedJaxpr, inputs: _Flows, numbers: Sequence[_Numbers | None] = ()
+    few: jex.ClosedJaxpr, many: jex.ClosedJaxpr, inputs: _Flows, rows: int, numbers: Sequence[_Numbers | None] = ()
 ) -> _Flows:
     """Returns the kinds of the results of two traces that differ in the number of rows.
 
     Args:
       few: the trace of fewer rows.
-      many: the other.
+      many: the trace of twice as many.
       inputs: the kinds of their inputs.
+      rows: the number of fewer rows.
       numbers: the inputs that are known numbers.
     """
     consts = map(_constant, few.consts, many.consts)
@@ -218,10 +236,11 @@ def _followed(
             continue
         shapes = [(_shape(a), _shape(b)) for a, b in zip(one.outvars, other.outvars, strict=True)]
         if one.primitive.name in _CALLS:
-            results = _followed(_inner(one), _inner(other), operands, values)
+            results = _followed(_inner(one), _inner(other), operands, rows, values)
         else:
-            results = [_result(one, other, operands, shape) for shape in shapes]
-        kinds |= zip(one.outvars, map(_checked, results, shapes), strict=True)
+            results = [_result(one, other, operands, shape, rows) for shape in shapes]
+        checked = (_checked(kind, shape, rows) for kind, shape in zip(results, shapes, strict=True))
+        kinds |= zip(one.outvars, checked, strict=True)
     return list(map(read, few.jaxpr.outvars, many.jaxpr.outvars))
 
 
@@ -254,46 +273,47 @@ def _folded(few: jex.JaxprEqn, many: jex.JaxprEqn, values: Sequence[_Numbers | N
     return np.asarray(fold(few.params, *operands[0])), np.asarray(fold(many.params, *operands[1]))
 
 
-def _checked(kind: Flow, shapes: _Shapes) -> Flow:
+def _checked(kind: Flow, shapes: _Shapes, rows: int) -> Flow:
     """Returns a kind, or that rows are mixed, as where a value has two dims of rows."""
-    return _MIXED if kind.name == "rows" and _dim(*shapes) is None else kind
+    return _MIXED if kind.name == "rows" and _dim(*shapes, rows) is None else kind
 
 
 def _shape(atom: _Atom) -> tuple[int, ...]:
     return tuple(getattr(atom.aval, "shape", ()))
 
 
-def _dim(few: Sequence[int], many: Sequence[int]) -> int | None:
+def _dim(few: Sequence[int], many: Sequence[int], rows: int) -> int | None:
     """Returns the dim that rows have in a value. None if they have not exactly one."""
     dims = [dim for dim, sizes in enumerate(zip(few, many, strict=True)) if sizes[0] != sizes[1]]
-    is_one = len(dims) == 1 and many[dims[0]] * _FEW == few[dims[0]] * _MANY and few[dims[0]] % _FEW == 0
+    is_one = len(dims) == 1 and many[dims[0]] == 2 * few[dims[0]] and few[dims[0]] % rows == 0
     return dims[0] if is_one else None
 
 
-def _result(few: jex.JaxprEqn, many: jex.JaxprEqn, operands: _Flows, shapes: _Shapes) -> Flow:
+def _result(few: jex.JaxprEqn, many: jex.JaxprEqn, operands: _Flows, shapes: _Shapes, rows: int) -> Flow:
     """Returns the kind of a result of an operation."""
     name, names = few.primitive.name, {kind.name for kind in operands}
     # Numbers of rows differ from row to row, and from one part of the batch to the next.
     if name == "iota":
         dim = few.params["dimension"]
         return CONSTANT if shapes[0][dim] == shapes[1][dim] else _MIXED
-    if "mixed" in names or not operands:
+    # The number of rows may also be an exponent, or in the body of a loop.
+    if "mixed" in names or not operands or (name not in _SIZED and few.params != many.params):
         return _MIXED
     if _is_rounding(few) and any(kind.name == "sum" or kind.growth != 1.0 for kind in operands):
         return _MIXED
     if names == {"constant"}:
-        return _of_constants(few, many, operands, shapes)
+        return _of_constants(few, many, operands, shapes, rows)
     if "sum" in names:
         return _of_sums(few, operands, is_spread=shapes[0] != shapes[1])
     if any(kind.growth != 1.0 for kind in operands):
         return _of_growing_rows(name, operands, is_sum=shapes[0] == shapes[1])
     if name in _ELEMENTWISE or name in ("broadcast_in_dim", "expand_dims", "squeeze", "transpose"):
         return ROWS
-    rows = [(_dim(_shape(a), _shape(b)), a, b) for a, b in zip(few.invars, many.invars, strict=True)]
-    dims = [dim for (dim, _, _), kind in zip(rows, operands, strict=True) if kind.name == "rows"]
+    places = [_dim(_shape(a), _shape(b), rows) for a, b in zip(few.invars, many.invars, strict=True)]
+    dims = [dim for dim, kind in zip(places, operands, strict=True) if kind.name == "rows"]
     if None in dims:
         return _MIXED
-    return _of_rows(few, operands, dims, shapes)
+    return _of_rows(few, operands, dims, shapes, rows)
 
 
 def _is_rounding(eqn: jex.JaxprEqn) -> bool:
@@ -317,7 +337,7 @@ def _of_growing_rows(name: str, operands: _Flows, *, is_sum: bool) -> Flow:
     return Flow("rows", _product(name, operands)) if is_product else _MIXED
 
 
-def _of_rows(eqn: jex.JaxprEqn, operands: _Flows, dims: list[int | None], shapes: _Shapes) -> Flow:
+def _of_rows(eqn: jex.JaxprEqn, operands: _Flows, dims: list[int | None], shapes: _Shapes, rows: int) -> Flow:
     """Returns the kind of a result of values per row, of which each has one dim of rows."""
     name, params, dim = eqn.primitive.name, eqn.params, dims[0]
     if name in _REDUCTIONS:
@@ -328,7 +348,7 @@ def _of_rows(eqn: jex.JaxprEqn, operands: _Flows, dims: list[int | None], shapes
         return _MIXED if dim == params[_ALONG[name]] else ROWS
     if name == "rev":
         return _MIXED if dim in params["dimensions"] else ROWS
-    place = _dim(*shapes)
+    place = _dim(*shapes, rows)
     # Rows stay in their order if they are outside of what is joined with them or divided from them, and none is divided itself.
     if name == "reshape":
         before = _shape(eqn.invars[0])[:dim]
@@ -370,12 +390,12 @@ def _of_gather(eqn: jex.JaxprEqn, operands: _Flows, dims: list[int | None]) -> F
     return ROWS if len(dims) > 1 and tuple(dims) in pairs else _MIXED
 
 
-def _of_constants(few: jex.JaxprEqn, many: jex.JaxprEqn, operands: _Flows, shapes: _Shapes) -> Flow:
+def _of_constants(few: jex.JaxprEqn, many: jex.JaxprEqn, operands: _Flows, shapes: _Shapes, rows: int) -> Flow:
     """Returns the kind of a result of constants, whose dims may nevertheless be those of rows, as of `ones_like(labels)`."""
     name, growths = few.primitive.name, [kind.growth for kind in operands]
     sizes = [(_shape(a), _shape(b)) for a, b in zip(few.invars, many.invars, strict=True)]
     is_alike = all(growth == 1.0 for growth in growths)
-    if name in _REDUCTIONS and _dim(*sizes[0]) in few.params["axes"]:
+    if name in _REDUCTIONS and _dim(*sizes[0], rows) in few.params["axes"]:
         if name == "reduce_sum":
             return Flow("constant", 2.0 * growths[0])
         return CONSTANT if is_alike and name in _ALIKE else _MIXED

@@ -20,7 +20,7 @@ from keras.src.losses import loss
 from keras.src.losses.losses import LossFunctionWrapper
 from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, MetricsList
 
-from phalanx._src.compat.batch_functions import needs_all_rows, shape_of, with_all_rows
+from phalanx._src.compat.batch_functions import mask_of, needs_all_rows, shape_of, with_all_rows
 from phalanx._src.compat.hooks import extend
 from phalanx._src.compat.row_flow import adds_up
 from phalanx._src.compat.scope import AbstractBatchShare, surrounding_scope
@@ -48,13 +48,26 @@ def _is_number(metric: keras.metrics.Metric, arguments: dict[str, Any]) -> bool:
     return shape_of(_function_of(metric), *columns) == ()
 
 
+def _is_one_value(metric: keras.metrics.Metric, arguments: dict[str, Any]) -> bool:
+    """Whether Keras reduces the only dim of labels and outputs, so that a batch counts as one value."""
+    if not _is_of_function(metric, arguments):
+        return False
+    y_true, y_pred = arguments["y_true"], arguments["y_pred"]
+    has_one_dim = all(jnp.ndim(x) == 1 for x in keras.tree.flatten((y_true, y_pred)))
+    return has_one_dim and shape_of(_function_of(metric), y_true, y_pred) == ()
+
+
 def _function_of(metric: keras.metrics.MeanMetricWrapper) -> Callable[..., Any]:
     """The function of labels and outputs whose mean a metric is."""
     return functools.partial(metric._fn, **metric._fn_kwargs)
 
 
 def _needs_all_rows(
-    update: Callable[..., object], metric: keras.metrics.Metric, args: Sequence[PyTree], kwargs: dict[str, PyTree]
+    update: Callable[..., object],
+    metric: keras.metrics.Metric,
+    share: AbstractBatchShare,
+    args: Sequence[PyTree],
+    kwargs: dict[str, PyTree],
 ) -> bool:
     """Whether the states that a metric has for the parts of a batch do not add up to that for the whole batch."""
     arguments = inspect.signature(update).bind(metric, *args, **kwargs).arguments
@@ -64,7 +77,7 @@ def _needs_all_rows(
     if type(metric).__module__.startswith("keras.") or not variables or any(v.aggregation != "sum" for v in variables):
         return False
     state_after = functools.partial(_state_after, update, metric)
-    return not adds_up(state_after, [v.value for v in variables], args, kwargs)
+    return not adds_up(state_after, [v.value for v in variables], args, kwargs, sizes=share.sizes((args, kwargs)))
 
 
 def _state_after(
@@ -95,7 +108,7 @@ def _is_updated_with_all_rows(
         if not share.is_part or share.example_mask() is not None:
             return False
         with share.whole_batch(()):
-            if not _needs_all_rows(update, metric, args, kwargs):
+            if not _needs_all_rows(update, metric, share, args, kwargs):
                 return False
     summed = [v for v in metric.variables if v.aggregation == "sum"]
     for variable in summed:
@@ -167,18 +180,16 @@ def _update_with_real_rows(
         return original(self, *args, **kwargs)
     rows = {jnp.shape(x)[:1] for x in keras.tree.flatten(args) if x is not None}
     arguments = call.bind(self, *args, **kwargs).arguments
-    if rows != {()} and _is_number(self, arguments):
+    weight, is_share = arguments.get("sample_weight"), scope.share.is_part or scope.share.is_whole
+    is_one_value = weight is None and _is_one_value(self, arguments)
+    if rows != {()} and (_is_number(self, arguments) or (is_one_value and is_share and mask is None)):
         rows = {()}
         if mask is not None:
             _warn_of_padding(f"The metric {self.name!r}")
     # What is one number per batch may come from the rows of this replica, even where it computes a loss with all of them.
-    if (scope.share.is_part or scope.share.is_whole) and rows == {()}:
-        arguments["sample_weight"] = scope.share.weight_of_mean(arguments.get("sample_weight"))
+    if is_share and rows == {()}:
+        arguments["sample_weight"] = scope.share.weight_of_mean(weight)
         return original(**arguments)
-    weight = arguments.get("sample_weight")
-    is_one_value = (
-        _is_of_function(self, arguments) and weight is None and all(jnp.ndim(x) == 1 for x in keras.tree.flatten(args))
-    )
     if mask is None and is_one_value:
         # Keras reduces the only dim, and counts the batch of each replica as one value.
         arguments["sample_weight"] = scope.share.weight_of_value()
@@ -225,11 +236,13 @@ def _loss(
         return original(self, y_true, y_pred, sample_weight)
     if not scope.share.is_averaging and self.reduction not in ("sum", "none", None):
         scope.share.check_loss(self.name, self.reduction)
+    # What Keras multiplies by a mask that hides all rows of a replica is 0.
+    weight = mask_of(y_pred) if sample_weight is None else sample_weight
     source = self.fn if type(self).call is LossFunctionWrapper.call else type(self)
     if (
         not scope.share.is_part
         or scope.share.example_mask() is not None
-        or not needs_all_rows(self.call, y_true, y_pred, source=source, weight=sample_weight)
+        or not needs_all_rows(self.call, y_true, y_pred, source=source, weight=weight)
     ):
         return original(self, y_true, y_pred, sample_weight)
     with scope.share.whole_batch((y_true, y_pred, sample_weight)) as whole:

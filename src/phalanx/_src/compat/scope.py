@@ -101,6 +101,14 @@ class AbstractBatchShare(ABC):
         """Whether this replica computes with the rows of all replicas, which `whole_batch` has returned."""
 
     @abstractmethod
+    def sizes(self, tree: PyTree) -> Sequence[int]:
+        """Returns the different numbers of rows that a function of rows may get here: those of the batch, the largest, and of replicas.
+
+        Args:
+          tree: pytree of arrays of rows of this replica.
+        """
+
+    @abstractmethod
     def whole_batch(self, tree: PyTree) -> AbstractContextManager[PyTree]:
         """Enters a context in which this replica computes with the rows of all replicas, so that a mean is right as it is.
 

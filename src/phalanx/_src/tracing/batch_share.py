@@ -37,9 +37,19 @@ class BatchShare(compat.AbstractBatchShare):
         return None if replica is None else replica.example_mask
 
     @override
+    def sizes(self, tree: PyTree) -> Sequence[int]:
+        rows = context.require_replica().rows
+        places = next((len(x) for x in jax.tree.leaves(tree) if jnp.ndim(x)), 0)
+        counts = [places] * num_replicas() if rows is None else rows.counts
+        # Arrays of one row are traced otherwise than others, as they broadcast.
+        return sorted({sum(counts), max(counts), min(counts)} - {0, 1}, reverse=True) or [2]
+
+    @override
     @contextmanager
     def whole_batch(self, tree: PyTree) -> Iterator[PyTree]:
-        whole = context.require_replica().all_gather(tree, axis=0)
+        leaves, form = jax.tree.flatten(tree)
+        arrays, masks = context.require_replica().all_gather((leaves, list(map(compat.mask_of, leaves))), axis=0)
+        whole = jax.tree.unflatten(form, map(compat.masked, arrays, masks))
         with context.enter(replace(context.current(), whole=True)):
             yield whole
 
