@@ -285,7 +285,7 @@ _OF_BATCHES = ("Dice", "Tversky", "R2Score", "PearsonCorrelation", "ConcordanceC
 
 
 def optimizer_of(drawn, **options):
-    """Its steps saturate no softmax, also if the loss is a sum: Keras clips the probability there, and Phalanx takes the logits."""
+    """The optimizer of a training. A sum takes smaller steps, so that no softmax saturates: Keras clips its result then, and Phalanx uses the logits."""
     return keras.optimizers.SGD(0.005 if "sum" in drawn["loss"] else 0.1, **options)
 
 

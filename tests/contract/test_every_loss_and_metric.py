@@ -314,7 +314,7 @@ centered_gradient.defvjp(
 
 
 def test_gradients_that_need_all_rows():
-    """What a loss says of its own gradient counts as what it computes."""
+    """A loss gets all rows if the gradient that it defines depends on them, even if its values do not."""
     x = np.random.default_rng(0).normal(size=(19, 4)).astype("float32")
     results = []
     for scope in (phalanx.MirroredStrategy([f"cpu:{i}" for i in range(3)]).scope, contextlib.nullcontext):

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from numpy.typing import ArrayLike
 
-from phalanx._src.cluster.untrusted import read_data
+from phalanx._src.cluster.untrusted import most_memory, read_data
 from phalanx._src.tracing.records import Record
 from phalanx.summary.steps import Step
 
@@ -200,7 +200,7 @@ def scalars_in(pattern: str) -> dict[int, dict[str, float]]:
             data = read_data(Path(path))
         except (OSError, ValueError):
             continue
-        most = (3 * len(data) + 200_000_000) // _BYTES_OF_A_SCALAR
+        most = most_memory(len(data)) // _BYTES_OF_A_SCALAR
         for step, tag, value in itertools.islice(_scalars_of(data), most):
             scalars.setdefault(step, {})[tag] = value
     # Files are sorted by name and not by step: a training run that was restarted has several.

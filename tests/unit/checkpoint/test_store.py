@@ -153,7 +153,7 @@ def test_file_of_holes_is_refused(tmp_path):
 
 
 def test_values_that_would_fill_the_memory_are_neither_read_nor_written(tmp_path):
-    """An empty list takes 26 times its three bytes. With large arrays beside it, it may."""
+    """An empty list takes 26 times its three bytes of text. A file that also has large arrays may contain many."""
     file, values = tmp_path / "c.safetensors", {"values": {"a": [[]] * 2_000_000}}
     with pytest.raises(
         CheckpointError, match=r"could not be restored: the values in .* would fill [\s\S]*HINT: arrays"

@@ -1,4 +1,4 @@
-"""Which files of other users are opened, and where files are written if others may write to the folder."""
+"""Opening the files of other users, and writing into folders that others may write to."""
 
 import ast
 import json

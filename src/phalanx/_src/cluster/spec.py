@@ -14,6 +14,8 @@ _SINGLE = ("chief", "evaluator")
 _CLUSTER_HINT = '"cluster": {"worker": ["host0:12345", "host1:12345"]}'
 _TASK_HINT = '"task": {"type": "worker", "index": 0}'
 MAX_PORT = 65535
+MOST_TASKS = 1 << 20
+"""The most tasks of a job, and the largest of other numbers. Lists of more would fill the memory."""
 
 
 @final
@@ -352,7 +354,7 @@ def _task_of(fields: dict[str, Any]) -> Task:
 def _index(subject: str, value: object) -> int:
     if isinstance(value, str) and arguments.is_number(value):
         value = int(value)
-    if not arguments.is_integer(value, least=0, most=1 << 20):
+    if not arguments.is_integer(value, least=0, most=MOST_TASKS):
         raise ClusterError(subject, "an index must be an integer, 0 or more.", _TASK_HINT)
     return value
 

@@ -95,23 +95,23 @@ def new_file(file: Path, below: Path | None = None) -> Iterator[BufferedWriter]:
       OSError: it cannot be written, or its name is that of a link, a device or a pipe.
     """
     # Other users may be able to write into the folder: nobody knows the name before, and nothing is there yet.
-    beside = f".{file.name}.{secrets.token_hex(8)}.part"
+    part = f".{file.name}.{secrets.token_hex(8)}.part"
     with opened_folder(file.parent, below, is_made=True) as folder:
         mode = _mode_of(file, folder)
         opener = functools.partial(os.open, mode=0o666, dir_fd=folder)
         try:
-            with open(beside, "xb", opener=opener) as opened:
+            with open(part, "xb", opener=opener) as opened:
                 yield opened
                 opened.flush()
                 if mode is not None:
                     os.fchmod(opened.fileno(), mode)
                 os.fsync(opened.fileno())
             # Atomic within one file system: readers find the whole file or none.
-            os.replace(beside, file.name, src_dir_fd=folder, dst_dir_fd=folder)
+            os.replace(part, file.name, src_dir_fd=folder, dst_dir_fd=folder)
             os.fsync(folder)  # So that it survives a loss of power.
         finally:
             with contextlib.suppress(OSError):
-                os.unlink(beside, dir_fd=folder)
+                os.unlink(part, dir_fd=folder)
 
 
 def _mode_of(file: Path, folder: int) -> int | None:
@@ -138,8 +138,13 @@ def open_to_append(file: Path) -> TextIO:
     return open(descriptor, "a", buffering=1, newline="", encoding="utf-8")
 
 
+def most_memory(size: int) -> int:
+    """Returns how many bytes of memory the values in a file of this size may fill."""
+    return 3 * size + _LARGE
+
+
 def require_memory(data: bytes, size: int) -> None:
-    """Checks that the values in JSON need at most three times the memory of their file, and 200 MB. `[],[]` needs 26 times its bytes.
+    """Checks that the values in JSON need at most `most_memory`. `[],[]` needs 26 times its bytes.
 
     Args:
       data: the text, which is not parsed.
@@ -150,7 +155,7 @@ def require_memory(data: bytes, size: int) -> None:
     """
     # A character outside ASCII makes all characters of a text take four bytes each.
     needed = len(data) * (4 if data.isascii() else 10) + sum(cost * data.count(mark) for mark, cost in _COSTS.items())
-    if needed > 3 * size + _LARGE:
+    if needed > most_memory(size):
         raise ValueError(f"the values in its {len(data)} bytes of JSON would fill {needed / 1e9:.1f} GB of memory")
 
 

@@ -44,7 +44,7 @@ def needs_all_rows(fn: Callable[..., Any], *args: PyTree, source: object, weight
 def with_all_rows(fn: Callable[..., jax.Array], *args: PyTree, source: object) -> jax.Array:
     """Calls a function of rows, in a step with the rows of all replicas if it needs them. `needs_all_rows` explains the arguments."""
     scope = surrounding_scope()
-    if scope is None or not scope.share.is_part or scope.share.example_mask() is not None:
+    if scope is None or not scope.share.has_others:
         return fn(*args)
     with scope.share.whole_batch(()):
         is_of_all = needs_all_rows(fn, *args, source=source)

@@ -6,6 +6,7 @@ twice, with other numbers of rows, and both traces are read side by side. Dims a
 operation that may mix rows, and that is not known here, makes its result one that depends on all of them.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from jax.typing import ArrayLike
 from phalanx._src.typed_jax import shape_dtype
 from phalanx.typing import PyTree
 
-# A number of rows that code takes which works on pairs or quarters of a batch. So does the double.
+# This number and its double also fit functions that work on pairs or quarters of a batch.
 SOME = (8,)
 
 
@@ -102,14 +103,15 @@ def kind_of(fn: Callable[..., Any], *args: PyTree, sizes: Sequence[int] = SOME) 
       *args: pytrees of arrays (rows, ...).
       sizes: numbers of rows to call it with. It may do another thing with many rows than with few, such as to take the first ten.
     """
-    kinds = {_kind(fn, args, rows) for rows in sizes}
+    traced = functools.cache(lambda rows: _traced(fn, args, rows))
+    kinds = {_kind(fn, args, rows, traced) for rows in sizes}
     return kinds.pop() if len(kinds) == 1 else _MIXED
 
 
-def _kind(fn: Callable[..., Any], args: PyTree, rows: int) -> Flow:
+def _kind(fn: Callable[..., Any], args: PyTree, rows: int, traced: Callable[[int], jex.ClosedJaxpr]) -> Flow:
     """Returns the kind of the result for a number of rows and its double."""
     try:
-        few, many = (_traced(fn, args, count) for count in (rows, 2 * rows))
+        few, many = traced(rows), traced(2 * rows)
         kinds = [ROWS if v.aval.shape else CONSTANT for v in few.jaxpr.invars]
         (kind,) = _followed(few, many, kinds, rows)
         if kind == ROWS and _dim(_shape(few.jaxpr.outvars[0]), _shape(many.jaxpr.outvars[0]), rows) != 0:
@@ -132,13 +134,14 @@ def adds_up(
       *args: pytrees of arrays (rows, ...).
       sizes: numbers of rows, the largest first. See `kind_of`.
     """
+    traced = functools.cache(lambda rows: _traced(update, args, rows, state))
     try:
-        _traced(update, args, sizes[0], state)
+        traced(sizes[0])
     except Exception:  # Its arguments are not rows, but for example one value per class.
         return True
 
     def is_sum(rows: int) -> bool:
-        few, many = (_traced(update, args, count, state) for count in (rows, 2 * rows))
+        few, many = traced(rows), traced(2 * rows)
         kinds = [ROWS if v.aval.shape else CONSTANT for v in few.jaxpr.invars[len(state) :]]
         # What is linear in the state and in sums over rows may be computed from parts.
         return all(kind == SUM for kind in _followed(few, many, [SUM] * len(state) + kinds, rows))

@@ -52,9 +52,8 @@ def _is_one_value(metric: keras.metrics.Metric, arguments: dict[str, Any]) -> bo
     """Whether Keras reduces the only dim of labels and outputs, so that a batch counts as one value."""
     if not _is_of_function(metric, arguments):
         return False
-    y_true, y_pred = arguments["y_true"], arguments["y_pred"]
-    has_one_dim = all(jnp.ndim(x) == 1 for x in keras.tree.flatten((y_true, y_pred)))
-    return has_one_dim and shape_of(_function_of(metric), y_true, y_pred) == ()
+    rows = arguments["y_true"], arguments["y_pred"]
+    return all(jnp.ndim(x) == 1 for x in keras.tree.flatten(rows)) and shape_of(_function_of(metric), *rows) == ()
 
 
 def _function_of(metric: keras.metrics.MeanMetricWrapper) -> Callable[..., Any]:
@@ -105,7 +104,7 @@ def _is_updated_with_all_rows(
     if not all(map(jnp.ndim, jax.tree.leaves(rows))):
         return False
     if not share.is_whole:
-        if not share.is_part or share.example_mask() is not None:
+        if not share.has_others:
             return False
         with share.whole_batch(()):
             if not _needs_all_rows(update, metric, share, args, kwargs):
@@ -239,11 +238,7 @@ def _loss(
     # What Keras multiplies by a mask that hides all rows of a replica is 0.
     weight = mask_of(y_pred) if sample_weight is None else sample_weight
     source = self.fn if type(self).call is LossFunctionWrapper.call else type(self)
-    if (
-        not scope.share.is_part
-        or scope.share.example_mask() is not None
-        or not needs_all_rows(self.call, y_true, y_pred, source=source, weight=weight)
-    ):
+    if not scope.share.has_others or not needs_all_rows(self.call, y_true, y_pred, source=source, weight=weight):
         return original(self, y_true, y_pred, sample_weight)
     with scope.share.whole_batch((y_true, y_pred, sample_weight)) as whole:
         return original(self, *whole)

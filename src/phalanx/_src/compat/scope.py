@@ -96,6 +96,11 @@ class AbstractBatchShare(ABC):
         """Whether this replica is averaging over rows that are a part of the batch."""
 
     @property
+    def has_others(self) -> bool:
+        """Whether this replica may compute with the rows of the others too: it has a part of a batch, without padding."""
+        return self.is_part and self.example_mask() is None
+
+    @property
     @abstractmethod
     def is_whole(self) -> bool:
         """Whether this replica computes with the rows of all replicas, which `whole_batch` has returned."""

@@ -11,7 +11,7 @@ from typing import Self
 
 from phalanx._src.cluster.connections.hosts import LOOPBACK
 from phalanx._src.cluster.connections.ports import held_ports
-from phalanx._src.cluster.spec import ClusterSpec, Task, addresses_of_workers, id_in_cluster, tf_config
+from phalanx._src.cluster.spec import MOST_TASKS, ClusterSpec, Task, addresses_of_workers, id_in_cluster, tf_config
 from phalanx.errors import InvalidArgumentError, arguments
 
 JOB = "worker"
@@ -58,9 +58,6 @@ ALONE = Machines()
 """This machine alone."""
 
 
-_MOST_WORKERS = 1 << 20
-
-
 @dataclass(frozen=True)
 class Request:
     """The script to run and the number of processes.
@@ -91,8 +88,8 @@ class Request:
     evaluator: bool = False
 
     def __post_init__(self) -> None:
-        if not 1 <= self.workers <= _MOST_WORKERS:
-            problem = f"there must be at {'least one worker' if self.workers < 1 else f'most {_MOST_WORKERS} workers'}."
+        if not 1 <= self.workers <= MOST_TASKS:
+            problem = f"there must be at {'least one worker' if self.workers < 1 else f'most {MOST_TASKS} workers'}."
             raise InvalidArgumentError(f"workers={self.workers}", problem, "--workers 2")
         if self.least_workers is not None and not 1 <= self.least_workers <= self.workers:
             raise InvalidArgumentError(

@@ -17,8 +17,6 @@ from phalanx.errors import DeviceError, StartupError, arguments, shown
 _DEVICE_NAME = re.compile(
     r"^(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?/?(?:device:)?([a-z]+):(\d{1,18})$", re.IGNORECASE
 )
-
-
 _MOST_DEVICES = 1 << 16
 
 
@@ -165,7 +163,7 @@ def first_devices(count: int) -> tuple[jax.Device, ...]:
             f"devices={shown(count)}",
             f"this process has {', '.join(map(device_name, devices))}.",
             f"phalanx.set_virtual_cpu_devices({count}) before JAX starts"
-            if platform == "cpu" and len(devices) < count < 1 << 16
+            if platform == "cpu" and len(devices) < count <= _MOST_DEVICES
             else f"devices={len(devices)}",
         )
     return tuple(devices[:count])

@@ -72,7 +72,7 @@ def test_bad_spans_of_the_environment_are_refused(text):
 
 
 def test_profiles_of_other_users_are_skipped(tmp_path, monkeypatch):
-    """As is what is no profile; and nothing is written through links."""
+    """So are files that contain no profile, and nothing is written through links."""
     write(trace_of(tmp_path, 701, 100.0), 0, 1_000.0, tmp_path)
     (tmp_path / "rank_1.json.gz").write_bytes(b"no profile")
     (tmp_path / "rank_2.json.gz").symlink_to("/dev/zero")

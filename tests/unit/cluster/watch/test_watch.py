@@ -746,7 +746,7 @@ def test_reset_connection_is_heard_as_closed(connected):
     "said", [b"GET / HTTP/1.1\n", b"[]\n", b"[" * 60_000 + b"\n", b'{"turn": ' + b"9" * 5000 + b"}\n"]
 )
 def test_connection_that_carries_something_else_is_over(connected, said):
-    """What had arrived before it does not count: nobody knows who says it."""
+    """The messages that arrived before do not count either, because the sender is unknown."""
     other, line = connected[0], Connection(connected[1])
     other.sendall(encoded(SaveReport(1, "")) + said)
     assert heard_to_the_end(line) == []

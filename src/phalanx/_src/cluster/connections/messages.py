@@ -14,7 +14,7 @@ from typing import Any, TypeVar, Union, dataclass_transform, get_args, get_origi
 
 @dataclass_transform(frozen_default=True)
 class Message:
-    """What a process tells another one. Its classes become frozen dataclasses."""
+    """A message from one process to another. Its classes become frozen dataclasses."""
 
     def __init_subclass__(cls) -> None:
         dataclass(frozen=True)(cls)

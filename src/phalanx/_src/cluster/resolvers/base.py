@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from phalanx._src.cluster.spec import MAX_PORT, ClusterSpec, Task, is_unlisted
+from phalanx._src.cluster.spec import MAX_PORT, MOST_TASKS, ClusterSpec, Task, is_unlisted
 from phalanx.errors import (
     ClusterSourceError,
     ClusterTypeError,
@@ -197,10 +197,6 @@ def seconds_of(environ: Mapping[str, str], name: str, default: float) -> float:
     if not seconds > 0:
         raise InvalidArgumentError(f"{name}={text!r}", "must be a number of seconds above 0.", f"{name}=60")
     return seconds
-
-
-MOST_TASKS = 1 << 20
-"""The most tasks of a job, and the largest of other numbers. Lists of more would fill the memory."""
 
 
 def number(environ: Mapping[str, str], name: str, meaning: str, hint: str, default: int | None = None) -> int:

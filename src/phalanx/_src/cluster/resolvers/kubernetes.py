@@ -8,7 +8,6 @@ from typing import Any, NamedTuple, final
 from typing_extensions import override
 
 from phalanx._src.cluster.resolvers.base import (
-    MOST_TASKS,
     ClusterResolver,
     check_count,
     check_port,
@@ -16,7 +15,7 @@ from phalanx._src.cluster.resolvers.base import (
     optional_module,
     variable,
 )
-from phalanx._src.cluster.spec import ClusterSpec, Task
+from phalanx._src.cluster.spec import MOST_TASKS, ClusterSpec, Task
 from phalanx.errors import ClusterSourceError, ClusterTypeError, arguments
 
 _LABELS = {"worker": ["job-name=tensorflow"]}

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, final
 
 from typing_extensions import override
 
-from phalanx._src.cluster.resolvers.base import MOST_TASKS, ClusterResolver, check_port, google_service, number
-from phalanx._src.cluster.spec import ClusterSpec, Task
+from phalanx._src.cluster.resolvers.base import ClusterResolver, check_port, google_service, number
+from phalanx._src.cluster.spec import MOST_TASKS, ClusterSpec, Task
 from phalanx.errors import ClusterSourceError, ClusterTypeError, arguments, shown
 
 _MEANING = "GKE sets it for each host of a slice"
