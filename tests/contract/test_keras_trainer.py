@@ -202,6 +202,23 @@ def test_layers_know_their_replica_and_communicate(strategy):
     same(model.predict(X[:16], **EVALUATE), expected.reshape(16, 3), atol=1e-5)
 
 
+class Counting(layers.Layer):
+    """A layer that adds up what it has seen."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = self.add_weight(shape=(3,), initializer="ones", trainable=False, aggregation="sum")
+
+    def call(self, x):
+        self.seen.assign_add(ops.sum(x, 0))
+        return x
+
+
+@agreeing(compiled(lambda: keras.Sequential([layers.Input((3,)), Counting(), layers.Dense(2)])))
+def test_weights_with_sums_of_rows(model):
+    return model.fit(X, Y, **FIT | {"epochs": 2}).history
+
+
 def test_callbacks_of_groups(strategy):
     """They are called before the first step and after the last one of each group, with all outputs of the real rows."""
     model, calls, rows = made(compiled(), strategy), Calls(), []
