@@ -23,6 +23,7 @@ AWKWARD = (
     "a b",
     "$HOME",
     "it's",
+    "\x1b[31m \\ 'é\r\n\u202e",
     "{x}",
     '"q"',
     "$(NPROC)",
@@ -146,6 +147,7 @@ def test_templates_parse_with_any_arguments(write):
     if write is slurm:
         subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=300)
         assert text.splitlines()[0] == "#!/bin/bash"
+        assert text.replace("\n", "").isprintable()
         assert options(text)["nodes"] == options(text)["ntasks"] == "2"
     elif write is kubernetes:
         found = yaml.safe_load(text)

@@ -240,6 +240,8 @@ def test_doctor_finds_a_port_in_use(phalanx):
         (["--max-restarts", "-1", "train.py"], "-1 is not in the range x>=0"),
         (["--grace-seconds", "-1", "train.py"], "-1.0 is not in the range x>=0"),
         (["--evaluator-grace-seconds", "-1", "train.py"], "-1.0 is not in the range x>=0"),
+        (["--grace-seconds", "nan", "train.py"], "nan is not a number of seconds"),
+        (["--evaluator-grace-seconds", "inf", "train.py"], "inf is not a number of seconds"),
         (["--print", "mesos", "train.py"], "'mesos' is not one of 'slurm', 'kubernetes', 'kubeflow'"),
         (["--wrokers", "2", "train.py"], "No such option"),
         ([], "Missing argument 'SCRIPT'"),
@@ -266,10 +268,10 @@ def test_more_workers_than_ports_are_refused(monkeypatch):
 
 
 def test_template_of_a_name_that_is_no_text():
-    """It has the bytes of the name."""
+    """Bash gets the bytes of the name."""
     done = invoke("run", "--print", "slurm", os.fsdecode(b"\xff.py"))
     assert done.exit_code == 0
-    assert b"\xff.py" in done.stdout_bytes
+    assert r" $'\xff.py' &" in done.stdout
 
 
 @pytest.mark.parametrize("name", ["x" * 5000, "\udcff/x", "train.py/x"])
@@ -309,9 +311,9 @@ def test_print_writes_template_without_running(scheduler, start):
 
 
 def test_template_has_all_characters_of_arguments():
-    """Although its output is no terminal."""
+    """As bash reads them, and no terminal."""
     done = invoke("run", "--print", "slurm", "train.py", "\x1b[2Jx")
-    assert "train.py '\x1b[2Jx' &" in done.stdout
+    assert r"train.py $'\x1b[2Jx' &" in done.stdout
 
 
 def test_machines_must_have_the_same_number():

@@ -2,6 +2,7 @@
 """Fills in the files of `job_files`, which run a script as a cluster job, as `phalanx run --print` writes them."""
 
 import json
+import os
 import re
 import shlex
 import textwrap
@@ -27,7 +28,7 @@ def slurm(request: Request, max_restarts: int) -> str:
     """
     is_elastic = request.least_workers is not None
     values = _values(request, max_restarts)
-    command = shlex.join(_command(request, max_restarts, _SLURM_GRACE_S))
+    command = " ".join(map(_shell_word, _command(request, max_restarts, _SLURM_GRACE_S)))
     step = _filled("slurm_elastic_step.sh" if is_elastic else "slurm_step.sh", {**values, "command": command})
     # By default, Slurm ends the whole job when it loses a node.
     return _filled(
@@ -68,6 +69,15 @@ def _on_pods(file: str, request: Request, max_restarts: int, *, job: str) -> str
         "failures": "If one fails, the others continue." if is_elastic else "If one fails, all start again.",
     }
     return _filled(file, {**values, "pods": _filled("pods.yaml", values)})
+
+
+def _shell_word(word: str) -> str:
+    """Returns a word of a command as bash reads it, without control characters, which a terminal would obey."""
+    if word.isprintable():
+        return shlex.quote(word)
+    escaped = word.replace("\\", r"\\").replace("'", r"\'")
+    characters = [c if c.isprintable() else "".join(f"\\x{byte:02x}" for byte in os.fsencode(c)) for c in escaped]
+    return f"$'{''.join(characters)}'"
 
 
 def _pod_word(word: str) -> str:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What several commands share: options, errors without a stack, and the environment of the processes that they start."""
 
+import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +22,18 @@ ARGUMENTS = click.argument("arguments", metavar="[ARGS]...", nargs=-1, type=clic
 OUTPUT = click.option(
     "--output", multiple=True, help="Also write this file: .json, or .png, .svg, .pdf. May be repeated."
 )
+
+
+@final
+class Seconds(click.FloatRange):
+    """A number of seconds. A range alone accepts NaN, which no comparison refuses, and infinity, which no clock waits for."""
+
+    @override
+    def convert(self, value: float, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        seconds: float = super().convert(value, param, ctx)
+        if not math.isfinite(seconds):
+            self.fail(f"{seconds} is not a number of seconds.", param, ctx)
+        return seconds
 
 
 @final

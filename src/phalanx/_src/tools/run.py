@@ -22,6 +22,7 @@ from phalanx._src.launch.templates import TEMPLATES
 from phalanx._src.tools.command_line import (
     ARGUMENTS,
     IS_MODULE,
+    Seconds,
     environment_of_processes,
     errors_without_stack,
     warn_of_misplaced,
@@ -54,12 +55,10 @@ _NO_PROFILE = "none, because no worker has run {} training steps under a strateg
 @click.option(
     "--max-restarts", type=click.IntRange(0), default=0, show_default=True, help="How often to restart after a failure."
 )
-@click.option(
-    "--grace-seconds", type=click.FloatRange(0), default=5.0, show_default=True, help="Time from SIGTERM to SIGKILL."
-)
+@click.option("--grace-seconds", type=Seconds(0), default=5.0, show_default=True, help="Time from SIGTERM to SIGKILL.")
 @click.option(
     "--evaluator-grace-seconds",
-    type=click.FloatRange(0),
+    type=Seconds(0),
     default=600.0,
     show_default=True,
     help="Time that the evaluator has to finish after the workers.",
@@ -125,8 +124,8 @@ def run(
                     "the template starts the workers without a launcher that joins their profiles.",
                     f"{PROFILE}=100:110:FOLDER in the environment of the workers",
                 )
-            # Unchanged, even in a pipe. Names of files need not be text.
-            click.echo(os.fsencode(TEMPLATES[template](request, max_restarts)), nl=False, color=True)
+            # Slurm and Kubernetes read UTF-8, whatever the terminal is set to.
+            click.echo(TEMPLATES[template](request, max_restarts).encode(), nl=False)
             return
         if ray and in_cluster:
             raise InvalidArgumentError(

@@ -9,7 +9,14 @@ import click
 
 from phalanx._src.launch.plan import Request
 from phalanx._src.tools import child
-from phalanx._src.tools.command_line import ARGUMENTS, IS_MODULE, OUTPUT, errors_without_stack, warn_of_misplaced
+from phalanx._src.tools.command_line import (
+    ARGUMENTS,
+    IS_MODULE,
+    OUTPUT,
+    Seconds,
+    errors_without_stack,
+    warn_of_misplaced,
+)
 from phalanx.errors import InvalidArgumentError
 
 
@@ -33,7 +40,7 @@ from phalanx.errors import InvalidArgumentError
 @click.option(
     "--timeout-seconds",
     "timeout_s",
-    type=click.FloatRange(1),
+    type=Seconds(1),
     default=600.0,
     show_default=True,
     help="How long a run may take.",

@@ -16,7 +16,7 @@ from phalanx._src.launch.plan import JOB, Request, free_ports
 from phalanx._src.launch.supervise import run_group
 from phalanx._src.launch.tables import print_table
 from phalanx._src.tools import child
-from phalanx._src.tools.command_line import environment_of_processes, errors_without_stack
+from phalanx._src.tools.command_line import Seconds, environment_of_processes, errors_without_stack
 from phalanx.errors import ClusterSourceError
 
 _CHECKS = "phalanx._src.tools.doctor"
@@ -24,7 +24,13 @@ _CHECKS = "phalanx._src.tools.doctor"
 
 @click.command()
 @click.option("--shared", metavar="DIR", help="A folder that all workers must see, such as the checkpoint folder.")
-@click.option("--timeout-seconds", default=30.0, show_default=True, help="How long to wait for the other processes.")
+@click.option(
+    "--timeout-seconds",
+    type=Seconds(1),
+    default=30.0,
+    show_default=True,
+    help="How long to wait for the other processes.",
+)
 @click.option("--ports", is_flag=True, help="Only show which ports would be opened, where, and who gets in.")
 def doctor(*, shared: str | None, timeout_seconds: float, ports: bool) -> None:
     """Starts the cluster that the environment describes and checks it. Prints PASS, or FAIL and a HINT, per check.
