@@ -278,7 +278,11 @@ def trainings(way, replicas=None):
         )
 
     drawn = st.tuples(st.sampled_from(sorted(LABELS)), st.booleans()).flatmap(lambda x: of_labels(*x))
-    return drawn.filter(lambda x: x["rows"] / x["batch_size"] < 8)
+    # One row alone is normalized to 0. All classes are equal then, and rounding decides which is among the best two.
+    clear = drawn.filter(
+        lambda x: x["model"] != "normalized" or 1 not in (x["batch_size"], x["rows"] % x["batch_size"])
+    )
+    return clear.filter(lambda x: x["rows"] / x["batch_size"] < 8)
 
 
 _OF_BATCHES = ("Dice", "Tversky", "R2Score", "PearsonCorrelation", "ConcordanceCorrelation")
