@@ -113,20 +113,31 @@ def data(kind: str, strategy: Any) -> dict[str, Any]:
     return make[kind]()
 
 
-def main(kind: str, epochs: int, folder: Path) -> None:
-    """Trains, and saves how often each row was trained on."""
-    keras.utils.set_random_seed(0)
-    strategy = phalanx.MultiWorkerMirroredStrategy()
+def counting(strategy: Any, **options: Any) -> tuple[keras.Model, keras.optimizers.Optimizer]:
+    """Returns a compiled model with a weight of 0 per row, of which each step of a row takes 1, and its optimizer."""
     with strategy.scope():
         layers = [keras.layers.Embedding(ROWS, 1, embeddings_initializer="zeros"), keras.layers.Flatten()]
         model = keras.Sequential([keras.Input((1,), dtype="int32"), *layers])
         optimizer = keras.optimizers.SGD(1.0)
-        model.compile(optimizer, Count(reduction="sum"))
+        model.compile(optimizer, Count(reduction="sum"), **options)
+    return model, optimizer
+
+
+def counts_of(model: keras.Model) -> list[float]:
+    """Returns how often each row was trained on."""
+    counts: list[float] = (-np.asarray(model.layers[0].embeddings.value)[:, 0]).tolist()
+    return counts
+
+
+def main(kind: str, epochs: int, folder: Path) -> None:
+    """Trains, and saves how often each row was trained on."""
+    keras.utils.set_random_seed(0)
+    strategy = phalanx.MultiWorkerMirroredStrategy()
+    model, optimizer = counting(strategy)
     record = Record(folder, strategy, optimizer)
     callbacks = [Mortal(record, 0), Noting(record), Mortal(record, 1)]
     model.fit(**data(kind, strategy), epochs=epochs, verbose=0, callbacks=callbacks)
-    counts = -np.asarray(model.layers[0].embeddings.value)[:, 0]
-    (folder / f"end{os.getpid()}.json").write_text(json.dumps(counts.tolist()))
+    (folder / f"end{os.getpid()}.json").write_text(json.dumps(counts_of(model)))
 
 
 if __name__ == "__main__":

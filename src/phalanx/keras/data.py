@@ -120,7 +120,7 @@ class EpochData:
         batched = _batched(strategy, x, data)
         self._adapted = AdaptedData(adapter_of(x, steps, data) if batched is None else None)
         self._dataset = self._adapted.distribute(strategy) if batched is None else batched
-        self._order = Order(x if batched is None else batched.origin, fresh)
+        self._order = Order(x, fresh) if batched is None else batched.order
         is_endless = isinstance(x, keras.utils.PyDataset) and x.num_batches is None
         if steps is None and (is_endless or self._dataset.cardinality == INFINITE):
             raise InputError(
@@ -286,7 +286,7 @@ class EpochData:
         """Begins an epoch, at the position that `set_state` has set. Returns whether there was one."""
         state, self._restored = self._restored, None
         if state is None:
-            self._order.begin_epoch()
+            (self._order if self._adapted else self._dataset).begin_epoch()
             self._adapted.begin_epoch()
             return False
         now = generators()

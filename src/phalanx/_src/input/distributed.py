@@ -8,6 +8,7 @@ from typing import Any, final
 
 from phalanx._src.input.iterator import DistributedIterator, T, check_steps, require_outside_programs, worker_of
 from phalanx._src.input.lockstep import require_same_data
+from phalanx._src.input.order import Order
 from phalanx._src.input.sharding import Plan, WorkerShard, plan
 from phalanx._src.input.sources.adapt import source_of
 from phalanx._src.input.sources.base import UNKNOWN, AbstractSource
@@ -55,7 +56,7 @@ class DistributedDataset:
         steps: int | None = None,
         origin: Any = None,
     ) -> None:
-        self.origin = origin
+        self._origin = origin
         self._last_plan, self._options, self._steps = plan, options, steps
         self._where, self._make_plan = where, make_plan
         self._last_topology = where()
@@ -120,8 +121,7 @@ class DistributedDataset:
           ContextError: a step is being traced.
           InputError: the dataset is empty.
         """
-        self._untouched = iter(self)
-        return self._untouched.element_spec
+        return self._look().element_spec
 
     @property
     def next_spec(self) -> PyTree:
@@ -130,8 +130,23 @@ class DistributedDataset:
         Raises:
           InputError: the dataset is empty.
         """
+        return self._look().next_spec
+
+    @functools.cached_property
+    def order(self) -> Order:
+        """What decides the order of the user's dataset."""
+        return Order(self._origin)
+
+    def begin_epoch(self) -> None:
+        """Notes what decides the order of the iteration that `iter` returns next. Data that is open already has drawn its order."""
+        if self._untouched is None:
+            self.order.begin_epoch()
+
+    def _look(self) -> "DistributedIterator":
+        """Returns the iterator that `iter` will return next."""
+        self.begin_epoch()
         self._untouched = iter(self)
-        return self._untouched.next_spec
+        return self._untouched
 
     def require_same(self) -> None:
         """Checks that all workers have the same data, as far as that is known before reading.
@@ -159,7 +174,7 @@ class DistributedDataset:
         """
         steps = check_steps(steps)
         return DistributedDataset(
-            self._plan, self._where, self._options, self._make_plan, steps=steps, origin=self.origin
+            self._plan, self._where, self._options, self._make_plan, steps=steps, origin=self._origin
         )
 
     @property

@@ -26,7 +26,7 @@ _CHECKS = "phalanx._src.tools.doctor"
 @click.option("--shared", metavar="DIR", help="A folder that all workers must see, such as the checkpoint folder.")
 @click.option(
     "--timeout-seconds",
-    type=Seconds(1),
+    type=Seconds(0, min_open=True),
     default=30.0,
     show_default=True,
     help="How long to wait for the other processes.",
