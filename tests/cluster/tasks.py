@@ -41,6 +41,7 @@ from training import (  # noqa: F401
     loop_sharded,
     loop_with,
     one_step,
+    predict_eagerly,
     shuffled,
     steered_apart,
     stopped,

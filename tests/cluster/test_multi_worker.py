@@ -98,6 +98,12 @@ def test_fit_equals_one_device_on_every_process(cluster_of, reference, size, k):
     same(got, reference, rtol=1e-4, atol=1e-5)
 
 
+def test_predict_of_an_eager_model(cluster_of):
+    """Each process has the rows of all, also without a program that gathers them."""
+    rows = replies(cluster_of(2, 1), "predict_eagerly")[0]
+    same(rows, training.make_model().predict(training.X[:101], batch_size=training.BATCH, verbose=0))
+
+
 @pytest.mark.cover(["size"], {(2, 2)})
 @EVERYWHERE
 def test_chiefs_first_values(cluster_of, size):

@@ -143,6 +143,14 @@ def first_values(strategy: phalanx.Strategy) -> list[np.ndarray]:
     return [drawn, model.get_weights()[0]]
 
 
+def predict_eagerly(strategy: phalanx.Strategy) -> np.ndarray:
+    """The predictions of a model that is not compiled into programs."""
+    with strategy.scope():
+        model = make_model()
+    model.run_eagerly = True
+    return model.predict(X[:101], batch_size=BATCH, verbose=0)
+
+
 def shuffled(strategy: phalanx.Strategy) -> list[float]:
     """The losses of a training whose order of rows nobody has chosen."""
     with strategy.scope():

@@ -12,6 +12,7 @@ import keras
 from phalanx._src.options import RunOptions
 from phalanx._src.programs.function import Function
 from phalanx._src.programs.replicas import trace_run
+from phalanx._src.programs.values import to_host
 from phalanx._src.strategies.base import Strategy
 from phalanx._src.tracing.scope import innermost
 from phalanx._src.tracing.strategy import Updates
@@ -73,7 +74,10 @@ class StepProgram:
         model = self._model
         if model.run_eagerly:
             outputs = self._strategy.run(self._replica_step, args=(batches,), options=RunOptions(eager=True))
-            return predictions.apart(outputs) if self._is_prediction else self._logs(outputs, None)
+            if not self._is_prediction:
+                return self._logs(outputs, None)
+            # `on_all_workers` works in a program only. `to_host` communicates if other processes have some of the rows.
+            return jax.tree.map(to_host, predictions.apart(outputs))
         program = self._compiled if runs else self._compiled.prepare
         return program(batches) if count is None or is_single(model, self._strategy) else program(batches, count)
 
