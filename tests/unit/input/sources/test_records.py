@@ -1,7 +1,9 @@
 """Arrays and sequences of records: every row once, in order, from any position, on any workers."""
 
+import dataclasses
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from simulation import DATA, MOVES, SHAPES, assert_goes_on, assert_shared, batch_sizes, open_all, rows_of, take
 
 from phalanx._src.input.shard import InputWorker
+from phalanx._src.input.sources.adapt import source_of
 from phalanx._src.input.sources.base import Owner
 from phalanx._src.input.sources.records import ArrayRecords, NumpyDataset, SequenceRecords
 from phalanx.errors import InputError, InvalidArgumentError
@@ -133,3 +136,18 @@ def test_numpy_dataset_takes_lists_as_arrays():
     for size in (0, None):
         with pytest.raises(InvalidArgumentError, match=f"batch_size={size}: must be"):
             dataset.batch(size)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Columns:
+    """A pytree class of a user."""
+
+    x: np.ndarray
+    y: np.ndarray | None = None
+
+
+@pytest.mark.parametrize("y", [None, np.arange(4)], ids=["one_array", "two_arrays"])
+def test_pytree_classes_of_arrays(y):
+    """A class with a single array is a dataset too."""
+    assert source_of(Columns(np.arange(4), y), 2).facts.num_records == 4

@@ -95,8 +95,7 @@ def _is_tree(dataset: object) -> bool:
     """Whether `dataset` is an instance of a registered pytree class, such as a dataclass, whose leaves are arrays."""
     if isinstance(dataset, Iterable) or callable(dataset):
         return False
-    leaves = jax.tree.leaves(dataset)
-    return leaves != [dataset] and all(isinstance(x, (np.ndarray, jax.Array)) for x in leaves)
+    return all(isinstance(x, (np.ndarray, jax.Array)) for x in jax.tree.leaves(dataset))
 
 
 def _with_arrays(tree: PyTree) -> PyTree:
