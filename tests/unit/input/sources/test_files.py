@@ -196,11 +196,12 @@ def test_bad_files_are_refused_before_reading(pattern, interleave, error, match)
         from_files(pattern, open, interleave=interleave)
 
 
+@pytest.mark.parametrize("content", [lambda data: data[:20], lambda data: data[:-8] + bytes(8)], ids=["cut", "changed"])
 @pytest.mark.parametrize("module", [gzip, zlib])
-def test_a_file_that_is_cut_off(strategy, tmp_path, module):
+def test_a_file_that_is_damaged(strategy, tmp_path, module, content):
     """The error names the file, whatever its decompressor says."""
     path = tmp_path / "a.compressed"
-    path.write_bytes(module.compress(bytes(range(256)))[:20])
+    path.write_bytes(content(module.compress(bytes(range(256)))))
     dataset = phalanx.data.from_files([path], lambda path: list(module.decompress(pathlib.Path(path).read_bytes())))
     message = r"the file .*compressed: its content is damaged or truncated: .*\nHINT: restore the file"
     with pytest.raises(InputError, match=message):

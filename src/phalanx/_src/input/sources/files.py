@@ -3,6 +3,7 @@
 
 import functools
 import glob
+import gzip
 import itertools
 import os
 import zlib
@@ -198,7 +199,7 @@ class _Walk(Iterator[Callable[[], Any]]):
                 yield from (functools.partial(records.__getitem__, i) for i in range(start, len(records)))
             else:
                 yield from (functools.partial(_same, record) for record in itertools.islice(records, start, None))
-        except (zlib.error, EOFError) as e:
+        except (zlib.error, gzip.BadGzipFile, EOFError) as e:  # A cut file ends in EOFError.
             raise InputError(
                 f"the file {path}", f"its content is damaged or truncated: {e}", "restore the file from a good copy"
             ) from e
