@@ -38,6 +38,7 @@ def adapter_of(x: PyTree, steps: int | None, data: dict[str, PyTree]) -> PyTree:
     if isinstance(x, (NoneType, list, tuple, dict)) and not jax.tree.leaves(x):
         raise InputError(f"the data x={shown(x)}", "they contain no array.", "x: an array (rows, ...), or a dataset")
     if isinstance(x, GeneratorType):
+        # Keras reads two batches before it yields the first, and a generator may write both into the same arrays.
         x = compat.peeked(x, _kept)
     return compat.data_adapter(x=x, steps_per_epoch=steps, **data)
 
@@ -95,8 +96,9 @@ class AdaptedData:
             num_records=num_rows,
             is_in_memory=True,
             owner=Owner.CALLER,
-            batch_bytes=size * (facts.batch_size or 1) // max(1, num_rows),
+            batch_bytes=size * (facts.batch_size or 1) // max(1, num_rows),  # Data without rows gets its error later.
         )
+        # Ready, because `_checked` and `to_host` have converted all leaves already: arrays once, not once per batch.
         return BatchStream(self._noted(batches), facts, is_ready=True)
 
     def _noted(self, make: Callable[[], Iterator[PyTree]]) -> Callable[[], Iterator[PyTree]]:
@@ -152,6 +154,7 @@ class AdaptedData:
 
     def end_pass(self) -> None:
         """Tells the data that an epoch has ended, even if none has begun, as Keras does: some data is shuffled by that."""
+        # The adapter of `spec`, if it is open: its threads end with its epoch, and the dataset is told once.
         self._open = self._open or self._adapter
         if self._adapter is not None:
             self._num_batches = self._adapter.num_batches

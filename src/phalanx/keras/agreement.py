@@ -49,6 +49,7 @@ def stops(is_wanted: object, topology: Topology) -> bool:
         watchdog.stop_point.ask(f"{watchdog.place} stops")
     if watchdog.stop_point.is_reached() is None:
         return False
+    # `ask` requires a collective call at the point, so that no process asks again before all have stopped.
     return bool(topology.exchange(np.array([bool(is_wanted)])).any())
 
 
@@ -67,9 +68,11 @@ def settle_epoch(model: keras.Model, callbacks: Sequence[Callback], topology: To
     if topology.num_workers > 1:
         states = json.dumps(_states_of(model, callbacks)).encode()
         # One exchange of a fixed size. What differs is sent only if something does.
+        # As two numbers, because JAX has no 64 bits unless `jax_enable_x64` is set.
         digest = np.frombuffer(hashlib.blake2b(states, digest_size=8).digest(), np.uint32)
         rows = topology.exchange(np.array([bool(model.stop_training), *digest], np.uint32))
         if (rows[:, 1:] != rows[0, 1:]).any():
+            # Digests also differ if numbers are only close, so this may find nothing wrong.
             _require_equal(list(map(json.loads, exchange_bytes(states, topology.exchange))), epoch)
         model.stop_training = bool(rows[:, 0].any())
     return bool(model.stop_training)
@@ -105,7 +108,7 @@ def _encoded(state: Mapping[str, PyTree]) -> Iterator[tuple[str, PyTree]]:
         try:
             yield str(name), text.encode(value.item() if isinstance(value, np.generic) else value, digest_of)
         except TypeError:
-            continue
+            continue  # A function, such as `monitor_op`. Keras derives it from `monitor` and `mode`, which are compared.
 
 
 def _require_equal(states: Sequence[States], epoch: int) -> None:

@@ -91,6 +91,7 @@ class FitProgress(AbstractPosition):
         # Earlier versions have not saved them.
         self.restored = {"random": state["random"], **state.get("callbacks", {})}
         self._restored = state["data"].get("done", 0)  # Parameter servers resume at the end of an epoch.
+        # `EpochData` draws the order of the present epoch again, from older states. These count for what is drawn after that.
         set_generators(state["random"])
 
     @property
@@ -211,9 +212,11 @@ class BackupAndRestore(BatchCounter):
         self._manager = CheckpointManager(checkpoint, self._dir, max_to_keep=1, checkpoint_name="backup")
         if self.saves_before_preemption:
             config = TerminationConfig(save_fn=self._save)
+            # The handler restores the last backup itself.
             self._handler = PreemptionCheckpointHandler(None, self._manager, termination_config=config)
         else:
             self._manager.restore_or_initialize()
+        # 0 for no save within an epoch. With `save_every_s`, the first save is early: the time of a step is unknown before one has run.
         self._due = 1 if self._every_s else int(self._freq) if self._freq != "epoch" else 0
         self._since_s = time.monotonic()
 
@@ -221,6 +224,7 @@ class BackupAndRestore(BatchCounter):
     def on_train_batch_end(self, batch: int, logs: PyTree = None) -> None:
         """Saves, if enough batches or seconds have passed."""
         super().on_train_batch_end(batch, logs)
+        # With `steps_per_execution`, one call may pass the number that is due.
         if self._due and self.batches >= self._due:
             self._save()
             self._due = self.batches + (self._batches_until_next() if self._every_s else int(self._freq))
@@ -253,6 +257,7 @@ class BackupAndRestore(BatchCounter):
     def _save(self) -> None:
         assert self._manager is not None
         assert self.progress is not None
+        # Workers of parameter servers may still run steps that the position counts already.
         self.progress.settle()
         self._manager.save()
 
@@ -260,6 +265,7 @@ class BackupAndRestore(BatchCounter):
         """Returns the number of batches until the next backup. The chief computes it from its clock, for all processes."""
         assert self.progress is not None
         assert self._every_s is not None
+        # The time of compiling counts too, so the first intervals are shorter.
         step_s = (time.monotonic() - self._since_s) / self.batches
         num_batches = np.array([max(1, round(self._every_s / max(step_s, 1e-6)))])
         return int(self.progress.topology.exchange(num_batches)[0, 0])

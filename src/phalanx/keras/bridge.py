@@ -114,9 +114,11 @@ class _Models:
     def save(self, owner: object, path: str, write: Callable[[], Any], read: Callable[[], Any]) -> Any:
         """Saves a model: the chief of its strategy writes the file, and the other processes read along and wait for it."""
         adopted = self._adopted.get(owner)
+        # An `ExportArchive` has no strategy, so the one with the most processes decides.
         strategies = [adopted.strategy] if adopted else [] if isinstance(owner, keras.Model) else living_strategies()
         topology = max((s.topology for s in strategies), key=lambda t: t.num_workers, default=None)
         watchdog = None if topology is None or topology.num_workers == 1 else watch.own()
+        # All read the same values in the same order, because reading a sharded variable is a collective call.
         result = write() if topology is None or topology.is_chief else read()
         is_written = watchdog is None or watchdog.pass_save(path)
         # A file of this process alone. To read sharded variables again would be a collective call.

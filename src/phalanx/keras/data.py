@@ -121,6 +121,7 @@ class EpochData:
         self._adapted = AdaptedData(adapter_of(x, steps, data) if batched is None else None)
         self._dataset = self._adapted.distribute(strategy) if batched is None else batched
         self._order = Order(x, fresh) if batched is None else batched.order
+        # The adapter's number of batches is None for endless data, but also for a generator, which may end.
         is_endless = isinstance(x, keras.utils.PyDataset) and x.num_batches is None
         if steps is None and (is_endless or self._dataset.cardinality == INFINITE):
             raise InputError(
@@ -132,6 +133,7 @@ class EpochData:
 
     def read_beside(self) -> None:
         """Allows a thread to read data in memory alongside the steps. The caller promises that nobody writes to them during an epoch."""
+        # Such data draws from NumPy's global generator, whose state would depend on how far a thread has read.
         self._reads_beside = not self._adapted.draws_while_reading
 
     @property
@@ -187,6 +189,7 @@ class EpochData:
             self._is_checked = True
         # With `steps_per_epoch`, an epoch continues where the last one ended, and starts over at the end of the data.
         restored = self._begin_epoch()
+        # Set again after the last step only: after an error or a `break`, the next epoch opens the data again.
         goes_on, self._iterator = self._iterator, None
         done = self._done if restored else 0
         iterator = goes_on or self._new_iterator()
@@ -205,6 +208,7 @@ class EpochData:
                 continue
             if not parts:
                 break
+            # Before `yield`, because callbacks save the position while this generator is suspended there.
             self._done, self._is_empty = done + steps_in(parts), False
             yield done, parts
             done = self._done
@@ -214,6 +218,7 @@ class EpochData:
             self._iterator = iterator
         elif self._steps is not None:
             self._warn(done)
+        # None at the end of the data: the position is then what decides the order of the next epoch.
         self._done, self._reading = 0, self._iterator
         self._adapted.end_epoch()
 
@@ -245,6 +250,7 @@ class EpochData:
             return {"done": self._done, "iterator": None, "order": self._order.take(), "first": ""}
         done, position = self._before if undone else (self._done, None)
         position = self._reading.get_state() if position is None else self._reading.state_at(position)
+        # The order before the iterator was opened: a new iterator draws it again and skips to the position.
         return {"done": done, "iterator": position, "order": self._opened, "first": self._adapted.first.hex()}
 
     def get_order(self) -> State:
@@ -304,6 +310,7 @@ class EpochData:
             self._iterator.set_state(state["iterator"])
             self._iterator.expect(self._left(self._done))
             self._iterator.look(0)
+            # With `shuffle="batch"`, each batch draws: those skipped have moved the generator to where the next ones need it.
             if not self._adapted.draws_while_reading:
                 set_generators(now)
             if self._adapted and self._adapted.first.hex() != state["first"]:
@@ -333,6 +340,7 @@ class EpochData:
         if not self._adapted or topology.num_workers == 1:
             return
         iterator.look(0)
+        # `look` has read the batch, so `first` is its digest. JAX has no 64 bits unless `jax_enable_x64` is set.
         digests = topology.exchange(np.frombuffer(self._adapted.first, np.uint32))
         ranks = [str(rank) for rank, digest in enumerate(digests) if (digest != digests[0]).any()]
         if ranks:
@@ -371,6 +379,7 @@ def _batched(strategy: Strategy, x: PyTree, data: dict[str, Any]) -> Distributed
         )
     if not isinstance(x, (DistributedDataset, DatasetCreator, AbstractRows)):
         return None
+    # Rows in files are not batched yet, so `fit` may say the batch size.
     batch_size = data.pop("batch_size", None) if isinstance(x, AbstractRows) else None
     # `fit` passes shuffle=True by default, so it does not show what the user wants.
     names = [name for name, value in data.items() if value is not None and name != "shuffle"]
@@ -387,6 +396,7 @@ def _batched(strategy: Strategy, x: PyTree, data: dict[str, Any]) -> Distributed
     return strategy.experimental_distribute_dataset(x, batch_size=batch_size)
 
 
+# Runs at every step. `map` of an `itemgetter` calls no Python function.
 _COUNT = itemgetter(1)
 
 
@@ -405,6 +415,7 @@ def _parts(iterator: DistributedIterator, room: int, num_steps: int) -> Iterator
     """
     while num_steps:
         try:
+            # The room is the same for the last, shorter stack, so that it needs no other program.
             batches, count = (iterator.get_next(), 1) if room == 1 else iterator.next_steps(num_steps, room=room)
         except OutOfRangeError:
             return

@@ -55,8 +55,9 @@ class ShardedEmbedding(keras.layers.Embedding):
         **kwargs: PyTree,
     ) -> None:
         whole = ("embeddings_regularizer", "embeddings_constraint", "weights", "lora_rank", "quantization_config")
+        # The config of a saved layer has some of them, as None.
         options = {name: kwargs.pop(name) for name in whole if name in kwargs}
-        kwargs.pop("lora_alpha", None)
+        kwargs.pop("lora_alpha", None)  # Only scales what `lora_rank` adds.
         if wrong := [name for name, value in options.items() if value is not None]:
             raise InvalidArgumentError(
                 f"ShardedEmbedding({wrong[0]}={shown(options[wrong[0]], 40)})",
@@ -90,6 +91,7 @@ class ShardedEmbedding(keras.layers.Embedding):
     def call(self, inputs: PyTree) -> PyTree:
         if self._homes is None:
             return super().call(inputs)
+        # Enough for `input_dim`, and JAX has no int64 unless `jax_enable_x64` is set.
         ids = keras.ops.cast(inputs, "int32")
         scope = innermost()
         rows = self._fetched(ids) if scope is None else scope.lookup(self._embeddings, ids)

@@ -108,6 +108,7 @@ class Run:
     def _repeat_beginning(self, epoch: int, restored: dict[str, Any]) -> None:
         """Calls `on_epoch_begin` for an epoch that was saved after its beginning, whose effects the backup contains already."""
         optimizer = self.hooks.model.optimizer
+        # A `LearningRateScheduler` may compute the rate from the present one, which already has the effect of this beginning.
         rate = np.asarray(getattr(optimizer, "learning_rate", 0.0))
         self.hooks.on_epoch_begin(epoch)
         if rate != np.asarray(getattr(optimizer, "learning_rate", 0.0)):
@@ -127,10 +128,12 @@ class Run:
         if self.training is None:
             self.hooks.on_epoch_end(epoch, logs)
             return
+        # The group has gone back to an earlier epoch, whose end the callbacks have already seen.
         if epoch < self.training.told[0]:
             return
         local_callbacks = self.hooks.callbacks
         if self.training.told[0] == epoch:
+            # This process may have called more callbacks than the process whose position it has taken.
             self.progress.called = max(self.progress.called, self.training.told[2])
         # All processes use the user's order, because callbacks may communicate.
         for callback in self.callbacks[self.progress.called :]:
@@ -138,6 +141,7 @@ class Run:
                 callback.on_epoch_end(epoch, logs)
             self._count_call(self.training)
         if self.progress.called == len(self.callbacks):
+            # Keras's own history and progress bar, which a `CallbackList` appends to those of the user.
             for callback in local_callbacks:
                 if not _is_among(callback, self.callbacks):
                     callback.on_epoch_end(epoch, logs)
@@ -150,6 +154,7 @@ class Run:
     def note_fresh(self) -> None:
         """Remembers what callbacks are like that have not trained before. Call it after `on_train_begin`."""
         for callback in self._all():
+            # What an earlier `fit` has changed is a change too, because a process that joins skips that call.
             if self.fresh.get(callback) is None:
                 self.fresh[callback] = _marks_of(callback)
 
@@ -177,9 +182,10 @@ class Run:
         if self.progress.restored is not None:
             self._set_states()
             if self.progress.restored.get("is_over"):
-                self.epochs = self.progress.epoch
+                self.epochs = self.progress.epoch  # For example, `EarlyStopping` had stopped it. No epoch is left.
 
     def _set_states(self) -> None:
+        # A copy, because callbacks change their lists, and `_repeat_beginning` sets the states a second time.
         restored = copy.deepcopy(self.progress.restored or {})
         for name, callback in self._by_name():
             if name in restored:
@@ -189,6 +195,7 @@ class Run:
 
     def _by_name(self) -> Iterator[tuple[str, Callback]]:
         """Yields the callbacks that run here and whose states belong to a backup, with their classes and numbers as names."""
+        # Numbered over all callbacks, so that a name does not depend on which of them run in this process.
         for callback, name in zip(self._all(), numbered(type(c).__name__ for c in self._all()), strict=True):
             is_here = callback is self.hooks.model.history or _is_among(callback, self.hooks.callbacks)
             if is_here and not isinstance(callback, (BackupAndRestore, keras.callbacks.BackupAndRestore)):
@@ -209,6 +216,7 @@ class Run:
                 counters[str(i)] = _counters_of(callback, has_arrays=has_arrays, fresh=fresh)
         written = [self.training.told[0], self.training.told[2]] if self.training else [-1, 0]
         received = exchange_bytes(text.packed([written, counters]) if counters else b"", topology.exchange)
+        # The chief sends nothing if another process is the source and no callback is a writer.
         (self._written, of_chief), (_, of_source) = (
             text.unpacked(received[r] or text.packed([[-1, 0], {}])) for r in (0, source)
         )
@@ -240,6 +248,7 @@ class Run:
             self.hooks.callbacks.append(callback)
             callback.set_params(self.hooks.params)
             callback.set_model(self.hooks.model)
+            # First, because it resets the counters.
             callback.on_train_begin()
             self.fresh[callback] = _marks_of(callback)
             if str(i) in self._counters:
@@ -299,6 +308,7 @@ def _mark_of(value: PyTree) -> str | int:
 
 def _is_operation(value: PyTree) -> bool:
     """Whether a value is a function of `keras.ops`, such as the comparison of `EarlyStopping`. These are sent by their names."""
+    # By identity, because a function of the user may have such a name.
     return callable(value) and getattr(keras.ops, getattr(value, "__name__", ""), None) is value
 
 

@@ -94,6 +94,7 @@ def _convolving(kernel_of: Callable[[jax.Array, jax.Array, Windows], jax.Array |
     ) -> Any:
         operands = _windows(inputs, kernel, strides, padding, data_format, dilation_rate)
         result = None
+        # Fewer channels in the kernel than in the inputs stand for groups, which no kernel here has.
         if operands is not None and inputs.shape[-1] == kernel.shape[-2] and kernel.shape[-1]:
             result = kernel_of(*operands)
         return original(inputs, kernel, strides, padding, data_format, dilation_rate) if result is None else result
@@ -138,6 +139,7 @@ def _transposed(
 
 
 def _gelu(original: Callable[..., Any], x: PyTree, approximate: bool = True) -> Any:
+    # The approximation needs no `erfc`, which is what is slow.
     if not approximate and _is_for(x) and x.dtype == jnp.float32:
         return activation.gelu(x)
     return original(x, approximate)
@@ -152,6 +154,7 @@ def _windows(
     if not isinstance(inputs, jax.Array) or any(rate != 1 for rate in _per_dim(dilation_rate, inputs.ndim - 2)):
         return None
     weights = compat.to_tensor(kernel)
+    # As Keras does: the kernel decides the dtype.
     x = compat.to_tensor(inputs, dtype=weights.dtype)
     if not _is_for(x, weights):
         return None

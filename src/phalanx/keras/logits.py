@@ -71,7 +71,9 @@ def _softmax(original: Callable[..., Any], x: PyTree, axis: Any = -1) -> Any:
 def _follow(original: Callable[..., Any], x: PyTree, *args: PyTree, **kwargs: PyTree) -> Any:
     """Records the logits of a result if the argument is a probability and the function keeps its elements."""
     result = original(x, *args, **kwargs)
+    # `convert_to_tensor` returns an array unchanged, and its source is known already.
     source = None if result is x else _sources.get(x)
+    # A reshape may move or split the dim of the classes, so a softmax is followed only if no dim changes.
     if source is not None and (source.axis is None or result.shape == x.shape):
         _sources[result] = _Source(original(source.logits, *args, **kwargs), source.axis)
     return result
@@ -95,6 +97,7 @@ def _categorical(
 
 compat.extend_backend("nn.sigmoid", _sigmoid)
 compat.extend_backend("nn.softmax", _softmax)
+# Modules of Keras call `cast` by either of its two names.
 for _name in ("cast", "core.cast", "core.convert_to_tensor", "numpy.expand_dims", "numpy.squeeze", "numpy.reshape"):
     compat.extend_backend(_name, _follow)
 compat.extend_backend("nn.binary_crossentropy", _binary)

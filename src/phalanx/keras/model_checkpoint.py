@@ -99,6 +99,7 @@ class ModelCheckpoint(BatchCounter):
         super().on_train_begin(logs)
         self._checkpoint = Checkpoint(model=self.model)
         self._manager = CheckpointManager(self._checkpoint, self._dir, self._most, checkpoint_name="model")
+        # The chief's view of the folder, so that all processes save under the same number.
         latest = of_chief(self._manager.latest_checkpoint or "")
         if latest:
             self._checkpoint.save_counter.assign(number_of(latest))
@@ -127,9 +128,11 @@ class ModelCheckpoint(BatchCounter):
         assert self._checkpoint is not None
         assert self._manager is not None
         if self._best_only:
+            # The chief's value, so that all save or none does. `repr` keeps every bit of a Python float.
             value = float(of_chief(repr(float(self._value(logs)))))
             if not self._is_better(value):
                 return
+            # In the checkpoint too, for the next start of the program.
             self._checkpoint.best = self.best = value
         self._manager.save()
 
@@ -152,7 +155,7 @@ class ModelCheckpoint(BatchCounter):
         return logs[self._monitor]
 
     def _is_better(self, value: float) -> bool:
-        if math.isnan(value):
+        if math.isnan(value):  # No later value would be better than NaN.
             return False
         if self.best is None:
             return True

@@ -86,6 +86,7 @@ class Outputs:
         added = parts[0] if len(parts) == 1 else jax.tree.map(_joined, *parts)
         leaves, self._tree = jax.tree.flatten(added)
         if not self._arrays:
+            # These arrays are full, so they are never written to. The callbacks of the batch hold them too.
             self._arrays, self._counts = leaves, [len(leaf) if leaf.ndim else 0 for leaf in leaves]
             return added
         self._arrays = list(map(self._grown, self._arrays, self._counts, leaves))
@@ -108,6 +109,7 @@ class Outputs:
         if array.dtype != leaf.dtype or array.shape[1:] != leaf.shape[1:] or not leaf.ndim:
             return _joined(array[:count], leaf)
         if count + len(leaf) > len(array):
+            # At the first time, `count` is the rows of one call, so this is room for those of all calls.
             room = max(count * self._expected, count + len(leaf))
             larger = np.empty((room, *leaf.shape[1:]), leaf.dtype)
             larger[:count] = array[:count]

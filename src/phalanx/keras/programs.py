@@ -101,6 +101,7 @@ class StepProgram:
         arrays = {name: value for name, value in custom_outputs.items() if name not in averaged}
         if arrays:
             averaged |= self._strategy.reduce("MEAN", arrays, axis=None)
+        # A stack may have room for more steps than were run. Python numbers were not stacked.
         last = jax.tree.map(lambda x: x if count is None or not jnp.ndim(x) else x[count - 1], averaged)
         return {name: last[name] if name in custom_outputs else results[name] for name in outputs}
 

@@ -54,11 +54,13 @@ def write(folder: str, embeddings: Mapping[str, np.ndarray], metadata: str | Map
             fields["metadata_path"] = labels
         _replace(folder, fields["tensor_path"], "".join("\t".join(f"{x:.7g}" for x in row) + "\n" for row in rows))
         entries.append(fields)
+    # Last, so that a reader of this file finds all files that it names.
     _replace(folder, _CONFIG, _listed(entries))
 
 
 def _listed(entries: list[dict[str, str]]) -> str:
     """Returns the list of embeddings, as a protocol buffer in the form of text."""
+    # The text form of protocol buffers has the escapes that `json.dumps` writes.
     texts = ("".join(f"  {key}: {json.dumps(text, ensure_ascii=False)}\n" for key, text in e.items()) for e in entries)
     return "".join(f"embeddings {{\n{text}}}\n" for text in texts)
 

@@ -52,6 +52,7 @@ class ScheduledTrainer(ModelTrainer):
             return step(self._model, batch)
 
         def scheduled(batch: PyTree) -> PyTree:
+            # An iterator stands for the worker's own dataset, and anything else for a batch that the coordinator sends.
             return self._strategy.run(replica_step, args=(next(batch) if hasattr(batch, "__next__") else batch,))
 
         scheduled.__qualname__ = f"{self._model.name}.{step.__name__}"
@@ -65,7 +66,7 @@ class ScheduledTrainer(ModelTrainer):
                 )
             value = self._coordinator.schedule(scheduled, args=(batch,))
             if step is steps.predict:
-                return value.get()
+                return value.get()  # The loop of `predict` reads the rows at once.
             self._running.append(value)
             return value
 
@@ -104,6 +105,7 @@ class ScheduledTrainer(ModelTrainer):
                 while len(self._running) > _AHEAD * self._workers:
                     self._running.popleft().get()
                 done = first + steps_in(parts)
+                # The hook after the last batch gets the metrics of all steps, as in Keras.
                 if is_last := done == data.num_batches:
                     self._coordinator.join()
                 if is_last or time.monotonic() - read_at > _REFRESH_S:
@@ -175,6 +177,7 @@ class WorkersData:
 
     def restart(self) -> None:
         """Makes the next epoch begin with the first batch of each worker."""
+        # Each `iter` begins the datasets of all workers again, so not for one that nobody has read.
         if self._is_read:
             self._iterator, self._is_read = iter(self._dataset), False
 

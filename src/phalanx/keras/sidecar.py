@@ -107,6 +107,7 @@ class SidecarEvaluator:
         seen = done = None
         since = time.monotonic()
         while not self._stopped.is_set():
+            # Asked before the look at the folder, which then shows everything that was saved before the end.
             has_ended = training.has_ended()
             newest, before = self._newest(), seen
             seen = newest
@@ -150,11 +151,11 @@ class SidecarEvaluator:
         path = self._dir / name
         try:
             return _restore(self._model, path) if name.endswith(SUFFIX) else _load_weights(self._model, path)
-        except (OSError, KeyError, EOFError, zipfile.BadZipFile) as e:
+        except (OSError, KeyError, EOFError, zipfile.BadZipFile) as e:  # Raised for an incomplete file.
             _log.info("SidecarEvaluator: cannot read %s, will retry (%s)", path, e)
             return None
         except (ValueError, CheckpointError) as e:
-            if not path.exists():
+            if not path.exists():  # The training program has removed it, for example because of `max_to_keep`.
                 return None
             raise InputError(
                 f"SidecarEvaluator of {self._model.name!r} with {path}",

@@ -64,6 +64,7 @@ def predict(model: keras.Model, batch: PyTree) -> PyTree:
 
 def train_as_keras(model: keras.Model, batch: PyTree) -> PyTree:
     """Implements `super().train_step(data)` of a custom step. Returns the metrics."""
+    # `_train` weights the loss. Within `averaging`, `optimizer.apply` would weight the gradients once more.
     with context.enter(replace(context.current(), averaging=False)):
         _train(model, batch)
     return model.get_metrics_result()
@@ -126,6 +127,7 @@ def _update_metrics(
 ) -> PyTree:
     """Updates the metrics. Returns the logs of an overridden `compute_metrics`, averaged over the replicas, or None."""
     rows = jax.tree.leaves(x)[0].shape[0]
+    # As Keras does, so that a short batch counts less.
     compat.loss_tracker(model).update_state(loss, sample_weight=rows)
     compute_metrics = _overridden(model, "compute_metrics")
     if compute_metrics is None:
@@ -178,6 +180,7 @@ def _stateless_train(model: keras.Model, step: Callable[..., Any], batch: PyTree
         groups = [model.trainable_variables, model.non_trainable_variables, model.optimizer.variables]
         groups.append(model.metrics_variables)
         logs, (trained, rest, slots, metrics) = step(_values(groups), batch)
+    # The step has not used the optimizer, whose `stateless_apply` aggregates the gradients.
     if scope.aggregations == known:
         _refuse(step, groups[0], trained)
     # These values are equal on all replicas because the gradients were aggregated, so they need no aggregation now.
@@ -194,7 +197,7 @@ def _values(groups: Sequence[Sequence[keras.Variable]]) -> tuple[list[Any], ...]
 def _assign(groups: Sequence[Sequence[keras.Variable]], values: Sequence[Sequence[Any]]) -> None:
     for group, new in zip(groups, values, strict=True):
         for variable, value in zip(group, new, strict=True):
-            if value is not variable.value:
+            if value is not variable.value:  # A variable that is assigned becomes an output of the program.
                 variable.assign(value)
 
 

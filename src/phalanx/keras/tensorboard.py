@@ -109,7 +109,7 @@ class TensorBoard(ScalarCallback):
         if self._programs is not None:
             self._write_programs(self._programs)
         if self._is_profiling and self._profiled and self.batches >= self._profiled[1]:
-            block_until_ready(logs)
+            block_until_ready(logs)  # JAX returns before the step has ended, and the profile would miss the rest.
             self._end_profile()
 
     @override
@@ -126,6 +126,7 @@ class TensorBoard(ScalarCallback):
             self._write_weights(epoch)
         if self._embeddings_freq and epoch % self._embeddings_freq == 0:
             layers = projector.embeddings_of(self.model)
+            # In all processes, because reading a sharded table is a collective call.
             rows = {layer.name: _on_host(layer.embeddings) for layer in layers}
             if is_this_chief():
                 projector.write(self._log_dir, rows, self._metadata)
@@ -171,6 +172,7 @@ class TensorBoard(ScalarCallback):
         if self.is_default and self._every:
             after = done + self.model.steps_per_execution
             self._writer(part).set_as_default(done + 1)
+            # With `steps_per_execution`, one of several batches may be due.
             defaults.condition, defaults.is_traced = after // self._every > done // self._every, False
 
     @contextmanager
@@ -180,8 +182,10 @@ class TensorBoard(ScalarCallback):
 
     def _write_layers(self) -> None:
         """Writes the model as JSON, which TensorBoard shows as a graph of its layers."""
+        # An optional library. `create_file_writer` in the constructor has imported it already.
         from tensorboardX.proto.summary_pb2 import SummaryMetadata
 
+        # TensorBoard draws the layers in the JSON, which that of a subclassed model need not have.
         if type(self.model).__name__ not in ("Functional", "Sequential"):
             return
         try:
@@ -192,6 +196,7 @@ class TensorBoard(ScalarCallback):
             )
             return
         metadata = SummaryMetadata()
+        # 1 is the version of the format, as in Keras.
         metadata.plugin_data.plugin_name, metadata.plugin_data.content = "graph_keras_model", b"1"
         with self._writing(0):
             summary.write("keras", model, metadata=metadata)

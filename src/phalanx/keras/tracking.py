@@ -181,7 +181,7 @@ class Tracking(ScalarCallback):
 
 def _learning_rates(optimizer: Any) -> dict[str, float]:
     """Returns the learning rate; of each optimizer, if there are several."""
-    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # Of a `LossScaleOptimizer`.
     several = getattr(optimizer, "optimizers", None)
     if several is not None:
         return {f"learning_rate_{one.name}": float(one.learning_rate) for one in several}

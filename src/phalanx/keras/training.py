@@ -107,6 +107,7 @@ class ModelTrainer:
             data.restart()
             progress = FitProgress(data, validation, self._topology, self._settle)
             training = training_of(self._strategy, progress)
+            # The other processes finished this call before this one joined them.
             if training is not None and training.is_over:
                 model.history = keras.callbacks.History()
                 return model.history
@@ -119,6 +120,7 @@ class ModelTrainer:
                 # `on_train_begin` has restored the first process only, because the others run no callbacks that use files.
                 if self._has_peers and _any_of(callbacks, keras.callbacks.BackupAndRestore):
                     compat.take_over_state(model, self._topology.from_chief)
+                # `on_train_begin` may have restored an epoch: our backup into `progress`, and Keras's into the model.
                 progress.begin(progress.epoch or compat.first_epoch(model, initial_epoch))
                 most, fresh = _capped(epochs), self._fresh
                 run = Run(
@@ -143,9 +145,11 @@ class ModelTrainer:
         """Runs the epochs from the present one, and returns the results of the last."""
         model, progress = self._model, run.progress
         for epoch in range(progress.epoch, run.epochs):
+            # After a loss, `progress` already has what was done of the first of these epochs: steps, validation or callbacks.
             if progress.epoch != epoch:
                 progress.begin(epoch)
             if progress.logs is None:
+                # In the middle of an epoch, the metrics of its first steps were restored or are still there.
                 if not run.data.is_within_epoch:
                     model.reset_metrics()
                 run.begin_epoch(epoch)
@@ -186,6 +190,7 @@ class ModelTrainer:
             try:
                 if training.has_changed:
                     if self._topology.is_chief:
+                        # Before the counters are shared: it takes those that the former chief has sent.
                         run.promote()
                     run.share_counters(self._topology, has_arrays=True)
                     if is_new or training.is_behind:
@@ -382,6 +387,7 @@ class ModelTrainer:
                 if is_new:
                     end(first + steps_in(parts) - 1, logs)
             is_wanted = model.stop_training if kind == "train" else model.stop_evaluating
+            # One process asks nobody, which saves a call per step.
             if stops(is_wanted, self._topology) if has_peers else is_wanted:
                 break
         return compat.logs_or_metrics(model, logs)
@@ -451,6 +457,7 @@ class ModelTrainer:
                 "restoring the weights after an evaluation would undo the local updates of the replicas.",
                 "use_ema=True in the optimizer, without the callback: the averages become the weights when fit ends",
             )
+        # Code that runs between two batches may write to the arrays. An eager step is such code, too.
         if not (self._model.run_eagerly or runs_user_code(user_callbacks)):
             for each in data:
                 each.read_beside()
