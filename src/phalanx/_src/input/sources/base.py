@@ -20,6 +20,7 @@ from phalanx._src.options import AutoShardPolicy
 from phalanx.errors import InputError, arguments, shown
 from phalanx.typing import PyTree
 
+# The numbers that `tf.data.Dataset.cardinality` returns.
 INFINITE = -1
 UNKNOWN = -2
 
@@ -248,6 +249,7 @@ def size_of(batch: PyTree) -> int:
 
 
 _NUM_ROWS = itemgetter(0)
+# Kinds of dtypes that need no further look. `num_rows` runs for every batch.
 _NUMBERS, _OBJECT = "fiub", np.dtype(object)
 
 
@@ -302,6 +304,7 @@ def stack(records: Iterable[Any], size: int) -> Any | None:
             )
         for column, leaf in zip(columns, leaves, strict=True):
             column.add(leaf)
+    # Refuses numbers that JAX arrays cannot hold: one look per column, instead of one per row.
     return None if tree is None else to_host(tree.unflatten([column.rows for column in columns]))
 
 
@@ -337,6 +340,7 @@ class _Column:
 
     def add(self, row: Any) -> None:
         """Copies one row."""
+        # Rows of NumPy skip `to_host`, which flattens each as a pytree.
         row = row if isinstance(row, (np.ndarray, np.generic)) else arrays.to_host(row, "a record")
         row = arrays.to_numpy(row, "a record")
         if self._rows is None:
@@ -375,6 +379,7 @@ def _check_numbers(array: Any) -> None:
     Raises:
       InputError: it holds text, dates or objects.
     """
+    # The dtype of JAX's random keys has no kind.
     if getattr(array.dtype, "kind", "f") not in "OSUMm":
         return
     first = array.flat[0] if array.size else None

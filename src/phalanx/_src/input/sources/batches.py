@@ -78,6 +78,7 @@ class _Counted(Iterator[Any]):
 
     @override
     def __next__(self) -> PyTree:
+        # Not when the pass is opened, because `set_state` opens another, and only one of them is read.
         at_begin, self._at_begin = self._at_begin, lambda: None
         at_begin()
         if self._next >= len(self._batches):
@@ -126,11 +127,12 @@ class BatchStream(AbstractSource):
         beside = () if self._set_state is None else ("source",)
         start = check_count(state_entry(state, "batches", 0, beside=beside), "batch", most)
         batches = iter(self._make())
+        # A new iterator is at the beginning already.
         if start and self._set_state is not None:
             self._restore(batches, state_entry(state, "source", None, beside=("batches",)))
         else:
             skipped = sum(1 for _ in itertools.islice(batches, start))
-            check_count(start, "batch", skipped)
+            check_count(start, "batch", skipped)  # Data with fewer batches is not the data of the position.
         get_state = None if self._get_state is None else lambda: self._get_state(batches)  # type: ignore[misc]
         return _BatchReader(
             batches, worker, start, drop_remainder=self._drop, is_ready=self._is_ready, get_state=get_state
@@ -172,6 +174,7 @@ class _BatchReader(AbstractReader):
             host = batch if self._is_ready else to_host(batch)
             rows = num_rows(host)
             self._longest = max(rows, self._longest)
+            # The size of a full batch may be unknown, so the longest one so far counts as full.
             if self._drop and rows < self._longest:
                 continue
             part = host if self._worker.count == 1 else rows_of(host, self._worker.rows(rows), rows)
@@ -221,6 +224,7 @@ def stream_of_records(dataset: Any, batching: Batching) -> BatchStream:
       InputError: `batching` has no batch size.
     """
     size, opens = batching.require_size(dataset), opener(dataset)
+    # Nobody writes to a batch again, because `stack` copies each record.
     facts = Facts(batch_size=size, is_full=batching.drop_remainder, owner=Owner.NOBODY)
     return BatchStream(lambda: batched(opens(), size), facts, drop_remainder=batching.drop_remainder)
 
@@ -236,7 +240,7 @@ def length_of(dataset: Any) -> int:
     """Returns the number of batches of `dataset`, or UNKNOWN."""
     try:
         return len(dataset)
-    except TypeError:
+    except TypeError:  # As from a torch `DataLoader` of an `IterableDataset`.
         return UNKNOWN
 
 

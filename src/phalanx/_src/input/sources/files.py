@@ -105,6 +105,7 @@ def from_files(
 def _paths(pattern: object) -> list[str]:
     """Returns the paths that a pattern matches, or the listed paths."""
     if isinstance(pattern, (str, os.PathLike)):
+        # `glob` keeps the order of the file system, which may differ between workers.
         return sorted(glob.glob(arguments.path("pattern", pattern)))
     if not isinstance(pattern, Iterable) or isinstance(pattern, jax.Array):
         return [arguments.path("pattern", pattern)]
@@ -146,6 +147,7 @@ class FileRecords(AbstractSource):
             )
         by_file = policy is AutoShardPolicy.FILE
         indices = worker.files(len(paths)) if by_file else range(len(paths))
+        # A new list, because the walk changes it, and the position belongs to the caller.
         walk = _Walk(self._files, indices, [check_count(n, "record") for n in consumed])
         if by_file:
             return _FileReader(walk, worker, self._batch_size, drop_remainder=self._drop)
@@ -249,6 +251,7 @@ class _SharedReader(AbstractReader):
         group = list(itertools.islice(self._walk, self._batch_size))
         if not group or (self._drop and len(group) < self._batch_size):
             return None
+        # A worker without rows reads the first one, as padding.
         rows = self._worker.rows(len(group)) or range(1)
         return Piece([stack((group[i]() for i in rows), len(rows))], self._worker.shares(len(group)), len(group))
 

@@ -126,6 +126,7 @@ class FunctionSource(AbstractSource):
                 f"this dataset has {len(self._sources)} input pipelines.",
                 "restore the position on as many replicas as it was saved on",
             )
+        # Each pipeline is read as a whole, because the user's function has divided the data already.
         readers = [s.open(InputWorker(), policy, x) for s, x in zip(self._sources, states, strict=True)]
         return _FunctionReader(readers, self._devices, worker, copies=self._borrows and self._reads_in_turn)
 
@@ -162,9 +163,11 @@ class _FunctionReader(AbstractReader):
         # Replicas whose dataset has ended take part in the step with a batch that is padding only.
         empty = jax.tree.map(lambda x: x[:0], real_parts[0])
         batches = [empty if part is None else part for part in parts]
+        # Each worker knows only its own rows. `Lockstep` exchanges their numbers.
         return Piece(batches, counts, sum(counts) if self._worker.count == 1 else None)
 
     def _read(self, number: int) -> PyTree:
+        # Here too, because a generator of the user runs when it is read.
         with _default_device(self._devices[number]):
             piece = self._readers[number].read()
         if piece is None:

@@ -14,16 +14,18 @@ def convert(dataset: Any, batching: Batching, grain: Any) -> AbstractSource | No
     """Returns a source that reads `dataset`, or None if it is not a dataset of Grain. See `adapt.Convert`."""
     size, drop = batching.batch_size, batching.drop_remainder
     if isinstance(dataset, grain.sources.ArrayRecordDataSource):
+        # Read file by file, so that workers can share the files.
         paths = [dataset.paths] if isinstance(dataset.paths, str) else list(map(str, dataset.paths))
         files = Files(paths, grain.sources.ArrayRecordDataSource, interleave=1)
         return files.batch(batching.require_size(dataset), drop_remainder=drop)
     if isinstance(dataset, grain.MapDataset):
         if size is not None:
-            return SequenceRecords(dataset, size, drop_remainder=drop)
+            return SequenceRecords(dataset, size, drop_remainder=drop)  # As rows: their positions fit any batch size.
         # Grain's `repeat()` without a number has this length.
         count = INFINITE if len(dataset) == sys.maxsize else len(dataset)
         return BatchSequence(dataset, Facts(num_batches=count, is_full=drop), drop_remainder=drop)
     if isinstance(dataset, grain.IterDataset):
+        # Grain makes the batches, so that a position of its iterator lies between two of them.
         dataset = dataset if size is None else dataset.batch(size, drop_remainder=drop)
     elif isinstance(dataset, grain.DataLoader):
         batching.refuse_size(dataset)

@@ -18,6 +18,7 @@ def convert(dataset: Any, batching: Batching, datasets: Any) -> AbstractSource |
         return _SlicedRecords(dataset, batching.require_size(dataset), drop_remainder=batching.drop_remainder)
     if not isinstance(dataset, datasets.IterableDataset):
         return None
+    # `stream_of_records` would name the function below instead of the dataset.
     batching.require_size(dataset)
     # A record is a dict, in which a list is one array. A pytree would make each of its elements a leaf.
     return stream_of_records(lambda: ({k: np.asarray(v) for k, v in row.items()} for row in dataset), batching)

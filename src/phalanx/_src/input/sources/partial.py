@@ -48,6 +48,7 @@ def partial_source(
         return source
     size = source.facts.batch_size
     smaller = None if size is None else source.resized(rows_in(size, part))
+    # No whole batch is dropped, because a full part may end in a short one.
     return smaller or PartialBatches(make(False), part, drop_remainder=drop_remainder)
 
 
@@ -85,6 +86,7 @@ class PartialBatches(AbstractSource):
             batch_size=whole.batch_size and rows_in(whole.batch_size, self._part),
             is_full=False,
             num_batches=INFINITE if whole.num_batches == INFINITE else UNKNOWN,
+            # Each worker reads whole batches, and neither files nor rows of its own.
             files=(),
             has_random_access=False,
             whole=whole,
@@ -93,6 +95,7 @@ class PartialBatches(AbstractSource):
     @override
     def open(self, worker: InputWorker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
         before = None if state is None else {name: entry for name, entry in state.items() if name != USED}
+        # As the only worker: which rows of a batch are its own depends on the part.
         inner = self._source.open(InputWorker(), policy, before)
         reader = _PartialReader(inner, worker, self._part, drop_remainder=self._drop)
         reader.skip(check_count(0 if state is None else state.get(USED, 0), "row"))
@@ -140,7 +143,7 @@ class _PartialReader(AbstractReader):
             # The next batch may be written into the same arrays.
             batch = jax.tree.map(lambda leaf: owned(leaf, self._pool), batch)
             if not self._load() or _row(self._batch) != _row(batch):
-                break
+                break  # What was loaded is for the next part.
             batch = jax.tree.map(_joined, batch, jax.tree.map(read, self._rest(count - rows)))
         return batch
 

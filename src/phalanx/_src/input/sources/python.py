@@ -46,6 +46,7 @@ def _rows(dataset: Any, batching: Batching) -> AbstractSource:
         return stream_of_records(dataset, batching)
     if isinstance(dataset, list):
         _refuse_arrays(dataset, size)
+    # A list of numbers, or of lists of them, is one array. A list of anything else has one record per item.
     is_column = isinstance(dataset, list) and isinstance(next(iter(dataset), None), (int, float, complex, list))
     is_array = isinstance(dataset, (np.ndarray, jax.Array)) or is_sparse(dataset) or as_array(dataset) is not None
     if is_column or is_array or isinstance(dataset, (tuple, Mapping)) or _is_tree(dataset):
@@ -81,6 +82,7 @@ def _batches(dataset: Any, drop: bool) -> AbstractSource:
     if isinstance(dataset, list):
         return BatchSequence(dataset, sizes(dataset), drop_remainder=drop)
     is_function = callable(dataset) and not isinstance(dataset, Iterable)
+    # An array is iterable too, but yields single rows.
     if hasattr(dataset, "shape") or not (is_function or isinstance(dataset, Iterable)):
         raise InputError(
             f"dataset={type(dataset).__name__}",

@@ -70,7 +70,7 @@ class AbstractRecords(AbstractSource):
 
     @override
     def resized(self, batch_size: int) -> "AbstractRecords":
-        other = copy.copy(self)
+        other = copy.copy(self)  # Both share the rows.
         other.batch_size = batch_size
         return other
 
@@ -86,7 +86,7 @@ class _RecordsReader(AbstractReader):
 
     def __init__(self, source: AbstractRecords, worker: InputWorker, position: int) -> None:
         self._source, self._worker, self._position = source, worker, position
-        self._full = self._own(source.batch_size)
+        self._full = self._own(source.batch_size)  # Of nearly all batches, so it is computed once.
 
     @override
     def read(self) -> Piece | None:
@@ -114,12 +114,14 @@ class ArrayRecords(AbstractRecords):
     """The rows of a pytree of arrays (rows, ...) in memory. See `AbstractRecords` for the other arguments."""
 
     def __init__(self, arrays: Any, batch_size: int, *, drop_remainder: bool = False) -> None:
+        # Flat, because `records` runs for every batch.
         self._leaves, self._tree = jax.tree.flatten(to_host(arrays, "the dataset"))
         super().__init__(num_rows(self._leaves), batch_size, drop_remainder=drop_remainder)
 
     @property
     @override
     def facts(self) -> Facts:
+        # JAX arrays cannot change.
         owner = Owner.CALLER if any(isinstance(x, np.ndarray) for x in self._leaves) else Owner.NOBODY
         size = size_of(self._leaves) * self.batch_size // max(1, self.num_records)
         return dataclasses.replace(super().facts, is_in_memory=True, owner=owner, batch_bytes=size)
@@ -128,6 +130,7 @@ class ArrayRecords(AbstractRecords):
     def records(self, start: int, stop: int) -> PyTree:
         tree: Any = self._tree
         rows = slice(start, stop)
+        # A slice of a NumPy array is a view. A slice of a JAX array is a program, which `Landing` may run for several steps at once.
         return tree.unflatten([x[rows] if isinstance(x, np.ndarray) else ChosenRows(x, rows) for x in self._leaves])
 
 

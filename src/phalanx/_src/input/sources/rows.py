@@ -62,6 +62,7 @@ class ChosenRows:
     def laid(self, *layout: PyTree) -> PyTree:
         """Returns the rows of a JAX array, by one call of a program on its device. `layout` are arguments of `shard.split`, if any."""
         index = self.index.start if isinstance(self.index, slice) else self.index
+        # Two threads that dispatch programs over several devices deadlock (DESIGN.md).
         with process_dispatching():
             return _taken(self.array, index, len(self), layout, self.dtype)
 
@@ -117,6 +118,7 @@ def _taken(array: jax.Array, index: jax.Array, count: int, layout: PyTree, dtype
     places = shard.split(*layout) if layout else np.arange(count)
     if jnp.ndim(index):
         rows = jnp.take(array, index[places], axis=0)
+    # Rows in their order are one block of the array, which needs no gather.
     elif np.array_equal(places.ravel(), np.arange(count)):
         rows = jax.lax.dynamic_slice_in_dim(array, index, count).reshape(*places.shape, *array.shape[1:])
     else:

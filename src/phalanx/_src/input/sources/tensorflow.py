@@ -21,6 +21,6 @@ def convert(dataset: Any, batching: Batching, tf: Any) -> AbstractSource | None:
         batch_size=shapes[0][0] if static else size,
         is_full=static or drop,
         num_batches=int(dataset.cardinality()),
-        owner=Owner.NOBODY,
+        owner=Owner.NOBODY,  # They are views of tensors, to which nobody can write.
     )
     return BatchStream(dataset.as_numpy_iterator, facts, drop_remainder=drop)

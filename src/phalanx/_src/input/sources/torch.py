@@ -19,8 +19,10 @@ def convert(dataset: Any, batching: Batching, torch: Any) -> AbstractSource | No
         is_full = drop or bool(dataset.batch_size and dataset.drop_last)
         facts = Facts(num_batches=length_of(dataset), is_full=is_full)
         return BatchStream(lambda: iter(dataset), facts, drop_remainder=drop)
+    # Before `Dataset`, whose subclass it is.
     if isinstance(dataset, data.IterableDataset):
         return stream_of_records(dataset, batching)
+    # Without a batch size, `python.convert` refuses them with a HINT.
     if size is not None and _is_columns(dataset, torch.Tensor):
         return ArrayRecords(dataset, size, drop_remainder=drop)
     if not isinstance(dataset, data.Dataset):
