@@ -89,6 +89,7 @@ class DistributedDataset:
     def _plan(self) -> Plan:
         topology = self.topology
         if topology is not self._last_topology:
+            # An iterator that `element_spec` has opened reads for the devices of the last group.
             self._last_plan, self._last_topology, self._untouched = self._make_plan(topology), topology, None
         return self._last_plan
 

@@ -113,6 +113,7 @@ class DistributedIterator(AbstractIterator):
         # The number of steps that will still be taken. None if it is unknown.
         self._expected: int | None = None
         self._plan, self._topology, self._options, self._form = plan, topology, options, Form(steps)
+        # Before `worker_of`, which takes the weights of the replicas from the shares.
         topology.shares.adapt(topology.local_replicas, topology.exchange)
         self._worker = worker_of(topology)
         self._state: State

@@ -118,6 +118,7 @@ class Lockstep(AbstractBatches):
           InputError: the data of another worker failed.
           Exception: the data of this worker raised it.
         """
+        # All workers expect the same number of steps, so the exchanged plans have equal shapes.
         count = AHEAD if most is None else min(AHEAD, most)
         plans, failure = np.zeros((count, 2 + self._worker.replicas), np.int32), None
         try:

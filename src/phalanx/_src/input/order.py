@@ -54,6 +54,7 @@ def digest_of(batch: PyTree) -> bytes:
     digest = hashlib.blake2b(digest_size=8)
     for leaf in jax.tree.leaves(batch):
         array = np.asarray(_first_rows(leaf))
+        # The bytes of an array of objects are their addresses, which differ between processes.
         digest.update(repr(array.tolist()).encode() if array.dtype.kind == "O" else array.tobytes())
     return digest.digest()
 
@@ -125,7 +126,7 @@ class Order:
             if path in values and not _are_same(value, values[path]):
                 _set(owner, name, values[path])
         for path in changes.keys() - self._fresh.keys():
-            if "." not in path:
+            if "." not in path:  # The owner of another new attribute may not exist here.
                 setattr(self._data, path, _copied(changes[path]))
 
 

@@ -171,6 +171,7 @@ class _Shelf(Generic[T]):
             self._change.wait_for(lambda: self._items or self._ended)
             if self._items:
                 item = self._items.popleft()
+                # Until the next `take`, so that the thread reads no item which nobody will take.
                 self._most = most and most - 1
                 self._change.notify_all()
                 return item

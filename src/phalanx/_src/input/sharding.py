@@ -32,7 +32,7 @@ from phalanx.typing import PyTree
 
 _log = logging.getLogger("phalanx.input")
 
-_MOST_ANNOUNCED = 16
+_MOST_ANNOUNCED = 16  # Workers, of which a cluster may have thousands.
 
 
 @dataclass(frozen=True)
@@ -107,6 +107,7 @@ class Plan:
     def announce(self, worker: InputWorker) -> None:
         """Logs on the chief what each of the first workers reads, once per text and process."""
         if worker.is_chief:
+            # Python prints warnings even if the program configures no logging.
             level = logging.INFO if worker.count == 1 else logging.WARNING
             for each in self.shards[:_MOST_ANNOUNCED]:
                 _say_once(level, str(each))
