@@ -1,6 +1,7 @@
 """Scopes, contexts, and the error for each verb in the wrong one."""
 
 import copy
+import gc
 import pickle
 import threading
 
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 import phalanx
+from phalanx._src.strategies.base import strategy_on
 from phalanx._src.tracing import context
 from phalanx.errors import ContextError, InputError, InvalidArgumentError, MixedStrategyError, ReduceOpError
 from phalanx.experimental import CommunicationOptions
@@ -172,6 +174,13 @@ def test_deepcopy_of_a_strategy(strategy):
     other = copy.deepcopy(strategy)
     assert other.extended.worker_devices == strategy.extended.worker_devices
     assert [float(x) for x in other.run(replica_sum).values] == [2, 2]
+
+
+def test_deepcopy_is_among_the_living():
+    """`fit` outside all scopes looks there for the strategy of its dataset, also after the original has gone."""
+    other = copy.deepcopy(phalanx.MirroredStrategy(["cpu:0", "cpu:1"]))
+    gc.collect()
+    assert strategy_on(other.topology) is other
 
 
 def test_replica_context_properties(strategy):

@@ -433,6 +433,7 @@ class Strategy(AbstractInputs, AbstractResults):
         other.__dict__.update(
             self.__dict__, _programs=Programs(), _cross_replica=Mode(other, None), _number=next(_numbers)
         )
+        _living.add(other)
         return other
 
     def __reduce__(self) -> NoReturn:
