@@ -151,6 +151,15 @@ def test_bad_logical_devices(topology, verb, given, message):
     assert isinstance(caught.value, ValueError)
 
 
+def test_split_in_another_order_than_the_devices():
+    """The product is right, so the message says which order the factors have."""
+    strategy = strategy_of(phalanx.testing.virtual_topology((6,)), [6], 1)
+    split = lambda parts: strategy.run(lambda: strategy.experimental_split_to_logical_devices(jnp.ones((6, 6)), parts))  # noqa: E731
+    assert split([2, 3]).shape == (6, 6)
+    with pytest.raises(InvalidArgumentError, match="must be 6, .* with the prime factors in the order 2 x 3"):
+        split([3, 2])
+
+
 def test_one_device_under_spmd(topology):
     """No logical device is addressed alone there, as in tf.distribute. XLA divides compiled programs alone, so none is eager."""
     strategy = strategy_of(topology, [1, 1, 2], 2, experimental_spmd_xla_partitioning=True)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`TPUStrategy`: one replica per TPU core, or per group of logical devices of a device assignment."""
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -191,9 +192,11 @@ class TPUStrategy(SynchronousStrategy):
             )
         spec = _divided(parts, self.topology.axes)
         if spec is None:
+            factors = " x ".join(str(size) for _, size in self.topology.axes)
+            order = f", with the prime factors in the order {factors}" if math.prod(parts) == count else ""
             raise InvalidArgumentError(
                 argument,
-                f"the product must be {count}, the number of logical devices per replica.",
+                f"the product must be {count}, the number of logical devices per replica{order}.",
                 f"{[count] + [1] * (value.ndim - 1)}",
             )
         return value if count == 1 else with_sharding_constraint(value, spec)
