@@ -180,7 +180,7 @@ class Strategy(AbstractInputs, AbstractResults):
         """Runs a replica function outside all programs."""
 
         def program(*args: PyTree, **kwargs: PyTree) -> PyTree:
-            return trace_run(self, fn, args, kwargs or {})
+            return trace_run(self, fn, args, kwargs)
 
         if options.eager and self.topology.axes:
             raise InvalidArgumentError(

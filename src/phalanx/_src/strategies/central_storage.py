@@ -7,7 +7,6 @@ from typing import Any, final
 import jax
 from typing_extensions import override
 
-from phalanx._src.collectives.cross_device import NcclAllReduce
 from phalanx._src.collectives.local_updates import refuse
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.programs.replicas import trace_run
@@ -55,7 +54,7 @@ class CentralStorageStrategy(SynchronousStrategy):
         local_updates: None = None,
     ) -> None:
         refuse(local_updates, type(self).__name__, "one device holds the variables of all replicas.")
-        super().__init__(Topology.of(compute_devices), NcclAllReduce(num_packs=None))
+        super().__init__(Topology.of(compute_devices))
         self._keeper = OneDeviceStrategy("cpu:0" if parameter_device is None else parameter_device)
 
     @property
