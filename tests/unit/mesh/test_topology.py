@@ -69,7 +69,6 @@ def test_devices_of_two_platforms_are_refused():
         ([0] * 16, 1, "16 replicas on gpu:0, gpu:1, ..., gpu:15"),
         ([0, 1], 1, "2 replicas on 2 workers with 1 GPU device each"),
         ([0, 0, 3, 3], 1, "4 replicas on 2 workers with 2 GPU devices each"),
-        ([0, 1, 1], 1, "3 replicas on 2 workers"),
     ],
 )
 def test_line_for_the_user(processes, per_replica, line):
@@ -85,6 +84,15 @@ def test_processes_that_share_one_replica_of_several():
         DeviceError, match=r"(?s)replica 1 on .*devices of two processes.*\nHINT: a model axis whose size"
     ):
         Topology(devices, (("model", 2),))
+
+
+def test_processes_with_different_numbers_of_devices():
+    """Each would take the same share of a batch, and JAX cannot gather from them: it ended in its raw error at the first step."""
+    devices = tuple(_device(f"cuda:{i}", process) for i, process in enumerate([0, 1, 1]))
+    with pytest.raises(
+        DeviceError, match=r"(?s)processes with 1 and 2 devices: all .*\nHINT: .*--devices-per-worker 1,"
+    ):
+        Topology(devices)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ import importlib.util
 import os
 import re
 import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -220,16 +219,13 @@ def summary_of(devices: Sequence[jax.Device], per_replica: int) -> str:
     count = len(devices) // per_replica
     replicas = f"{count} replica{'s' * (count > 1)}" + (f" of {per_replica} devices each" * (per_replica > 1))
     names = [device_name(d) for d in devices]
-    workers = Counter(d.process_index for d in devices)
+    workers = {d.process_index for d in devices}
     if len(workers) == 1:
         # A line of the terminal has room for so many.
         some = names if len(names) <= 8 else [*names[:2], "...", names[-1]]
         return f"{replicas} on {', '.join(some)}"
-    # After the loss of a machine, the workers that remain may have different numbers of devices.
-    sizes = sorted(set(workers.values()))
-    kind = names[0].partition(":")[0].upper()
-    each = f" with {sizes[0]} {kind} device{'s' * (sizes[0] > 1)} each" if len(sizes) == 1 else ""
-    return f"{replicas} on {len(workers)} workers{each}"
+    size, kind = len(devices) // len(workers), names[0].partition(":")[0].upper()
+    return f"{replicas} on {len(workers)} workers with {size} {kind} device{'s' * (size > 1)} each"
 
 
 def parse_devices(devices: Sequence[str | jax.Device] | int | None) -> tuple[jax.Device, ...]:

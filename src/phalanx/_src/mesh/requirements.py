@@ -4,6 +4,7 @@
 import itertools
 import math
 import zlib
+from collections import Counter
 from collections.abc import Sequence
 
 import jax
@@ -41,7 +42,7 @@ def require_axes(axes: Sequence[tuple[str, int]], num_devices: int) -> None:
 
 
 def require_own_rows(devices: Sequence[jax.Device], replicas: Sequence[range]) -> None:
-    """Checks that processes which share a replica share all of theirs.
+    """Checks that processes which share a replica share all of theirs, and that all processes have as many devices.
 
     Args:
       devices: the devices of all replicas, in their order.
@@ -62,6 +63,15 @@ def require_own_rows(devices: Sequence[jax.Device], replicas: Sequence[range]) -
                 "it has devices of two processes, which read the same rows, but one of them has devices of another replica too.",
                 "a model axis whose size divides the number of devices of a process, or is a multiple of it",
             )
+    # A batch is divided evenly over the processes that read, and `process_allgather` arranges JAX's devices in one row per process.
+    counts = Counter(device.process_index for device in devices)
+    least = min(counts.values())
+    if least < max(counts.values()):
+        raise DeviceError(
+            f"a strategy over processes with {' and '.join(map(str, sorted(set(counts.values()))))} devices",
+            "all processes must have the same number of devices.",
+            f"phalanx run --devices-per-worker {least}, or CUDA_VISIBLE_DEVICES with {least} in each process",
+        )
 
 
 def digests_of(devices: Sequence[jax.Device], arrays: Sequence[tuple[str, jax.Array]]) -> np.ndarray:

@@ -63,8 +63,8 @@ class Topology:
       shares: the replicas' shares of a global batch.
 
     Raises:
-      DeviceError: there is no device, a device is listed twice, the devices belong to several platforms, or two processes
-        share one of their replicas and not all.
+      DeviceError: there is no device, a device is listed twice, the devices belong to several platforms, two processes
+        share one of their replicas and not all, or processes have different numbers of devices.
       InvalidArgumentError: an axis is invalid, the axes do not divide the number of devices, or the mesh lacks an axis of
         the layout.
       StartupError: XLA has fewer threads than several CPU devices need.

@@ -56,6 +56,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
 
     Raises:
       ClusterError: the cluster description is invalid, or has no task for this process.
+      DeviceError: the processes have different numbers of devices.
       InvalidArgumentError: an argument has the wrong type, or the devices do not support `implementation`.
       StartupError: a process is missing, an address cannot be used, or JAX has already used its devices.
 
