@@ -46,7 +46,9 @@ from phalanx.errors import ContextError, InvalidArgumentError, arguments, shown
 from phalanx.errors.frames import boundary, hide
 from phalanx.typing import PyTree
 
+# A variable records the number of its strategy: a reference would keep the strategy alive.
 _numbers = itertools.count()
+# Checkpoints and `fit` ask which strategies exist, and must not keep one alive.
 _living: "WeakSet[Strategy]" = WeakSet()
 
 _DEFAULT_OPTIONS = RunOptions()
@@ -76,7 +78,7 @@ class Strategy(AbstractInputs, AbstractResults):
     def __init__(self) -> None:
         follow(os.environ)
         self._programs = Programs()
-        self._cross_replica = Mode(self, None)
+        self._cross_replica = Mode(self, None)  # Each step enters it, so it is made once.
         self._number = next(_numbers)
         self._is_noted = False
         _living.add(self)
@@ -134,6 +136,7 @@ class Strategy(AbstractInputs, AbstractResults):
         value, parts = compat.raw_value(variable), components_of(variable)
         # Each replica has its own value, whose first dim in the array of all is the replica.
         array, first = (value, 0) if parts is None else (parts, 1)
+        # There is no array yet if the scope in which the variable was created is still open.
         shards = array.addressable_shards if isinstance(array, jax.Array) else []
         return [
             Held(device_name(s.device), s.index[first:], s.data.nbytes)
@@ -144,6 +147,7 @@ class Strategy(AbstractInputs, AbstractResults):
         """Sums gradients over the replicas. Called inside a program. None stays None."""
         assert self.cross_device_ops is not None
         gradients = [g for g in grads if g is not None]
+        # A destination only completes the pair of tf.distribute: every replica gets the sum.
         pairs = [(g, g) for g in gradients]
         summed = iter(self.cross_device_ops.batch_reduce(ReduceOp.SUM, pairs, self.communication_options))
         return [None if g is None else next(summed) for g in grads]
@@ -156,9 +160,11 @@ class Strategy(AbstractInputs, AbstractResults):
           grads: one gradient per variable, or None.
           dims: the dim along which each gradient is sharded. With None, every replica gets the whole sum.
         """
+        # `psum_scatter` can only add, and these operations compute something else of the gradients.
         if self._merging_ops is not None:
             sums = self.aggregate_gradients(grads)
             return [x if dim is None else self._part_of_replica(x, dim) for x, dim in zip(sums, dims, strict=True)]
+        # One call, so that all gradients that are not sharded can share buffers.
         whole = self.aggregate_gradients([g if dim is None else None for g, dim in zip(grads, dims, strict=True)])
         return [
             w if dim is None else psum_scatter(g, REPLICA_AXIS, scatter_dimension=dim, tiled=True)
@@ -182,12 +188,14 @@ class Strategy(AbstractInputs, AbstractResults):
         def program(*args: PyTree, **kwargs: PyTree) -> PyTree:
             return trace_run(self, fn, args, kwargs)
 
+        # JAX 0.10.2 cannot execute a `shard_map` over a mesh with automatic axes operation by operation.
         if options.eager and self.topology.axes:
             raise InvalidArgumentError(
                 "RunOptions(eager=True), or run_eagerly=True in Keras",
                 f"a replica has {self.topology.devices_per_replica} devices; XLA partitions only compiled programs.",
                 "phalanx.OneDeviceStrategy(...) to debug a step, or jax.debug.print(...) inside the step",
             )
+        # The user may call `run` outside all scopes, but the cache selects a program by the current strategy.
         return context.call_in(self._cross_replica, self._programs.call, fn, program, args, kwargs, eager=options.eager)
 
     # Public methods.
@@ -289,6 +297,7 @@ class Strategy(AbstractInputs, AbstractResults):
                 raise InvalidArgumentError(
                     f"options={shown(options)}", "must be RunOptions or None.", "options=RunOptions(eager=True)"
                 )
+            # Outside all contexts both checks would pass, so a step saves the calls.
             if context.depth():
                 context.require_cross_replica(
                     "Strategy.run", self, "call fn(...) directly, because this code already runs in a replica"
@@ -296,6 +305,7 @@ class Strategy(AbstractInputs, AbstractResults):
                 context.require_not_running("Strategy.run", "strategy.reduce or strategy.extended.update")
             if not self._is_noted:
                 self._note_devices()
+            # Inside `phalanx.function` there is a program already, and this run becomes a part of it.
             if innermost() is None:
                 for observer in observers.of_steps:
                     observer.before_step((args, kwargs))
@@ -354,20 +364,24 @@ class Strategy(AbstractInputs, AbstractResults):
         if not self.topology.has_devices or self.updates is not Updates.IN_REPLICAS:
             results = []
             for i, batch in enumerate(iterator.next_alike(steps)):
+                # The user sets the default step of summaries once per call of `run_steps`, so it is counted on here.
                 with counting_from(i):
                     results.append(self.run(fn, args=(batch,)))
             return jax.tree.map(stacked, *results, is_leaf=is_distributed)
         self._note_devices()
         for observer in observers.of_steps:
+            # Before `next_steps`, so that the positions that a preemption handler saves are those before these batches.
             observer.before_step(None)
         batches, count = iterator.next_steps(steps)
 
         def program(batches: PyTree, count: jax.Array) -> PyTree:
             return trace_run(self, fn, (batches,), {}, steps=count)
 
+        # The key keeps these programs apart from those that `run` has of the same function.
         results = context.call_in(
             self._cross_replica, self._programs.call, fn, program, (batches, count), {}, key="run_steps"
         )
+        # A shorter last group runs the same program, whose results have room for all `steps`.
         return results if count == steps else map_leaves(lambda x: first_steps(x, count), results)
 
     @final
@@ -406,11 +420,14 @@ class Strategy(AbstractInputs, AbstractResults):
 
         scope = innermost()
         if scope is not None:
+            # A function that only reduces has no `run` to tell on which devices its program runs, and that workers must compare it.
             add_once(self, scope.pass_.notes.reducing)
             for x in flatten(value)[0]:
                 if isinstance(x, PerReplica):
+                    # JAX cannot compile an array of several processes into a program as a constant, so it becomes an input.
                     scope.pass_.notes.used_per_replica.extend([x.data] if x.rows is None else [x.data, x.rows.mask])
             return on_all(value)
+        # A program is dropped with its owner. `on_all` is new at each call, so the cache itself is the owner.
         return context.call_in(self._cross_replica, self._programs.call, self._programs, on_all, (value,), {}, key=key)
 
     if not TYPE_CHECKING:  # With `__getattr__`, type checkers would accept any name.
@@ -421,14 +438,17 @@ class Strategy(AbstractInputs, AbstractResults):
                 return object.__getattribute__(self, name)
             message = f"{type(self).__name__!r} object has no attribute {name!r}"
             if not name.startswith("_"):
+                # Python suggests only names that differ in a few letters, not `experimental_distribute_dataset` for `distribute_dataset`.
                 names = [n for n in dir(type(self)) if not n.startswith("_")]
                 near = difflib.get_close_matches(name, names, n=1) or [n for n in names if len(name) > 3 and name in n]
                 if near:
+                    # Without `name` and `obj`, from which Python would add a second suggestion.
                     raise AttributeError(f"{message}. Did you mean: {near[0]!r}?")
             raise AttributeError(message, name=name, obj=self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Strategy":
         """Returns a strategy over the same devices, with its own compiled programs."""
+        # The attributes are shared, because devices of JAX cannot be copied.
         other = object.__new__(type(self))
         other.__dict__.update(
             self.__dict__, _programs=Programs(), _cross_replica=Mode(other, None), _number=next(_numbers)
@@ -466,4 +486,5 @@ def living_strategies() -> tuple[Strategy, ...]:
 
 def strategy_on(topology: Topology) -> Strategy | None:
     """Returns the strategy that uses a topology. None if it no longer exists."""
+    # By identity, because two strategies over the same devices have equal topologies.
     return next((s for s in living_strategies() if s.topology is topology), None)

@@ -71,6 +71,8 @@ class CentralStorageStrategy(SynchronousStrategy):
         def program(gradients: list[Any]) -> None:
             trace_run(self._keeper, update.optimizer.apply, (gradients, update.variables), {})
 
+        # The program closes over the variables and keeps them alive, so their ids select it and are not used again.
         key = tuple(map(id, update.variables))
+        # Not in the context of this strategy, whose programs run on the devices of the replicas.
         with context.enter(Mode(self._keeper, None)):
             self._programs.call(update.optimizer.apply, program, (gradients,), {}, key=key)

@@ -99,6 +99,7 @@ class StrategyExtended:
         def merge(*local: ArrayLike) -> list[jax.Array]:
             return ops.batch_reduce(op, [(v, v) for v in local], options)
 
+        # In a merge function, this code already is a part of the program of the replicas.
         if any(isinstance(v, ReplicaLocal) for v in values):
             return merge(*values)
         check_components(values)
@@ -126,6 +127,7 @@ class StrategyExtended:
         check_destinations(destinations)
         if not isinstance(tensor, DistributedValues):
             primitives.check_arrays(tensor)
+        # In a program every replica has the value already, and a Python number needs no device.
         if isinstance(tensor, (int, float, complex)) or innermost() is not None:
             return tensor
         with explained():
@@ -176,11 +178,13 @@ class StrategyExtended:
                 )
         args, kwargs = jax.tree.map(unwrapped, (tuple(args), kwargs or {}), is_leaf=is_equal_everywhere)
         scope = innermost()
+        # Outside programs the variable has one value, so there is nothing to aggregate.
         with nullcontext() if scope is None else scope.updating():
             result = fn(var, *args, **kwargs)
         if arguments.flag("group", group):
             return result
         topology = self._strategy.topology
+        # Separate storage holds one copy of a variable, not one per replica.
         copies = 1 if self._strategy.updates is Updates.AFTER_PROGRAM else len(topology.local_replicas)
         return (result,) * copies
 
@@ -204,6 +208,7 @@ class StrategyExtended:
     def variable_created_in_scope(self, v: keras.Variable) -> bool:
         """Returns whether the variable `v` was created in the scope of this strategy. May be called in any context."""
         number = compat.maker_of(check_variable("v", v, "variable_created_in_scope(variable)"))
+        # A variable without a number was created outside all scopes, that is, under the default strategy.
         return not self._strategy.topology.has_devices if number is None else number == self._strategy.number
 
     def value_container(self, value: T) -> T:

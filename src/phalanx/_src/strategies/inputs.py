@@ -65,10 +65,12 @@ class AbstractInputs(AbstractStrategy):
 
     def _where(self) -> Callable[[], Topology]:
         """Returns a function that returns the devices of this strategy, without keeping the strategy alive."""
+        # A dataset asks again for each iteration, because the strategy of an elastic group moves to other devices.
         reference, last = weakref.ref(self), self.topology
 
         def where() -> Topology:
             strategy = reference()
+            # A dataset may outlive its strategy, and then stays on the devices that it began with.
             return last if strategy is None else strategy.topology
 
         return where

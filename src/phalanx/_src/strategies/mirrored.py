@@ -85,6 +85,7 @@ class MirroredStrategy(SynchronousStrategy):
                 "must be CrossDeviceOps.",
                 "cross_device_ops=phalanx.NcclAllReduce()",
             )
+        # Operations may name a device (`reduce_to_device`), which must be the first one of a replica.
         ops = cross_device_ops and cross_device_ops.for_devices(topology.first_devices)
         self._takes_all = devices is None
         super().__init__(topology, ops, communication_options, local_updates, replica_weights)
@@ -92,6 +93,7 @@ class MirroredStrategy(SynchronousStrategy):
     @override
     def _notes(self) -> Sequence[str]:
         devices = self.topology.devices
+        # A user who has passed `devices` wants this number, so no line says how to get more.
         if not self._takes_all or len(devices) > 1 or devices[0].platform != "cpu":
             return super()._notes()
         return [*super()._notes(), _ONE_CPU]

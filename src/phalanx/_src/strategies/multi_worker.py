@@ -82,6 +82,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
     ) -> None:
         resolver = cluster_resolver
         if resolver is None:
+            # Without TF_CONFIG, this resolver describes an empty cluster, and the process trains alone.
             resolver = resolver_of_environment() or TFConfigClusterResolver()
         options = CommunicationOptions() if communication_options is None else communication_options
         if not isinstance(resolver, ClusterResolver):
@@ -119,6 +120,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
             )
         self._elastic = elastic or ElasticOptions()
         self._stall_timeout_s = stall_timeout_s or options.timeout_seconds
+        # Before `jax.devices()`, because JAX cannot join a cluster after it has used its devices.
         bootstrap.start(resolver, options.timeout_seconds, self._stall_timeout_s)
         topology = self._present_topology()
         _require_implementation(options.implementation, topology)
@@ -126,6 +128,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         if self.local_updates is not None and membership.is_elastic():
             _require_own_groups(self.local_updates.replicas_per_group, len(topology.local_replicas))
         self._resolver = resolver
+        # Python, NumPy and Keras must shuffle alike in all processes, even if the program sets no seed.
         if topology.num_workers > 1:
             with bootstrap.without_lines_of_gloo():
                 compat.agree_on_seed(lambda seed: topology.from_chief([seed])[0])
@@ -157,6 +160,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         Args:
           source: rank of the process whose values the variables have.
         """
+        # Measured weights are dropped, because the group had other replicas when they were measured.
         self._topology = self._present_topology(source, is_measured=self._topology.shares.is_measured)
 
     def _present_topology(self, source: int = 0, *, is_measured: bool = False) -> Topology:
@@ -179,6 +183,7 @@ def _require_own_groups(size: int, devices: int) -> None:
 
 def _require_implementation(implementation: CommunicationImplementation, topology: Topology) -> None:
     platform = topology.devices[0].platform
+    # RING stands for gloo, and NCCL for the collectives of any accelerator, as in `NcclAllReduce`.
     has = CommunicationImplementation.RING if platform == "cpu" else CommunicationImplementation.NCCL
     if implementation not in (CommunicationImplementation.AUTO, has):
         raise InvalidArgumentError(

@@ -31,7 +31,7 @@ from phalanx.typing import PyTree
 
 T = TypeVar("T")
 
-_START_S = 600.0
+_START_S = 600.0  # How long the coordinator waits until all tasks of a cluster have joined.
 
 
 @final
@@ -118,6 +118,7 @@ class ParameterServerStrategy(Strategy):
         if spec is not None:
             workers, ps = spec.num_tasks("worker"), spec.num_tasks("ps")
         self._resolver = cluster_resolver
+        # Variables are created on this device, and steps and updates are traced for it. Workers and servers run them.
         self._device = OneDeviceStrategy("cpu:0")
         self.max_staleness, self.worker_timeout_s = max_staleness, worker_timeout_s
         self.cluster = RayCluster(spec, workers, ps, _START_S, dashboard=dashboard)
@@ -130,12 +131,14 @@ class ParameterServerStrategy(Strategy):
                 snapshot_every_s=snapshot_every_s,
                 timeout_s=worker_timeout_s,
             )
+        # Also after Ctrl-C: Ray runs already, and its processes would stay as long as this one.
         except BaseException:
             self.cluster.close()
             raise
         # At the end, because the base class counts a strategy among the living ones.
         super().__init__()
         self._scheduler: Scheduler | None = None
+        # Several threads may schedule the first step, but the workers start once.
         self._starting = threading.Lock()
         # If the script ends without `close`, its next start may need the servers. At last, the launcher ends them.
         if not self.cluster.outlives:
@@ -179,6 +182,7 @@ class ParameterServerStrategy(Strategy):
           ContextError: the strategy was closed.
         """
         self.homes.servers.require_open()
+        # The same as `topology`, but an overridden `storage` makes `updates` AFTER_PROGRAM, so that servers apply them.
         return self._device.topology
 
     @property
@@ -281,15 +285,18 @@ def _cluster_of(resolver: ClusterResolver | None) -> ClusterSpec | None:
 
 def _take_over(variable: Variable) -> None:
     """Gives a new variable of a strategy its value from an earlier start, before the script reads it."""
+    # A variable that a step creates has no value yet. It takes over its value when the step moves it to the servers.
     if context.has_strategy() and not compat.is_new(variable):
         strategy = context.get_strategy()
         if isinstance(strategy, ParameterServerStrategy):
             strategy.homes.take_over(variable)
 
 
+# Keras creates variables without calling a strategy, so one function serves all strategies of the process.
 compat.on_variable(_take_over)
 
 
 def _closed(cluster: RayCluster, homes: Homes) -> None:
+    # A function, because `weakref.finalize` would keep a strategy alive whose method it calls.
     homes.servers.close()
     cluster.close()

@@ -54,6 +54,7 @@ def reduce_leaf(value: Any, op: ReduceOp, axis: Axis, num_replicas: int, ops: Cr
             )
         return _of_one(op, value)
     result = _reduce_dims(op, primitives.to_array(value), axis)
+    # The value counts once per replica, as if each replica had these rows.
     return result * num_replicas if op is ReduceOp.SUM else result
 
 
@@ -67,6 +68,7 @@ def _(value: PerReplica, op: ReduceOp, axis: Axis, num_replicas: int, ops: Cross
     check_size(value, num_replicas)
     data = primitives.to_array(value.data)
     if axis is None and op is ReduceOp.MEAN and value.rows is None and value.batch is not None:
+        # A replica without rows has computed its value, such as a mean loss, from padding.
         return _mean_where_rows(data, np.array([0 not in size for size in value.batch.sizes]))
     return _reduce_global(op, data, axis, value.rows)
 
@@ -90,6 +92,7 @@ def _(value: ReplicaLocal, op: ReduceOp, axis: Axis, num_replicas: int, ops: Cro
     dtype, elements = dtype_of(op, data.dtype), math.prod(data.shape[d] for d in dims)
     if counts is None:
         return (total / (num_replicas * elements)).astype(dtype)
+    # The number of elements is added in any case: `ops` may combine values by another function.
     number = jnp.where(counts, elements // (counts.shape[0] if counts.ndim else 1), 0).sum()
     return (total / jnp.maximum(primitives.all_reduce(ReduceOp.SUM, number, num_replicas), 1)).astype(dtype)
 
@@ -164,6 +167,7 @@ def _(value: PerReplica, axis: int, num_replicas: int) -> jax.Array:
     check_size(value, num_replicas)
     data = jnp.asarray(value.data)
     dim = primitives.canonical_dim(axis, data.ndim - 1, "axis")
+    # Without their padding, components that differ in another dim do not fit together.
     if value.rows is not None and value.rows.dims != (dim,):
         dims = value.rows.dims
         raise InputError(
@@ -193,6 +197,7 @@ def _reduce_global(op: ReduceOp, data: jax.Array, axis: Axis, rows: ComponentSiz
     total = jnp.where(mask, data, 0).sum(axis=reduced)
     if op is ReduceOp.SUM:
         return total
+    # The sizes are part of the type of the value, so the number of elements is known when the program is traced.
     sizes = (math.prod(np.asarray(size)[[d for d in dims if d < len(size)]]) for size in rows.sizes)
     elements = sum(sizes) * math.prod(data.shape[d + 1] for d in dims if d >= len(rows.sizes[0]))
     mean: jax.Array = (total / elements).astype(dtype)
@@ -203,6 +208,7 @@ def _mean_where_rows(data: jax.Array, has_rows: np.ndarray) -> jax.Array:
     """Averages over the replicas that have rows."""
     counts = over_rows(jnp.asarray(has_rows), data)
     total = jnp.where(counts, term(ReduceOp.MEAN, data), 0).sum(axis=0)
+    # If no replica has rows, the mean is 0 and not NaN.
     return (total / max(1, int(has_rows.sum()))).astype(dtype_of(ReduceOp.MEAN, data.dtype))
 
 

@@ -77,6 +77,7 @@ class AbstractResults(AbstractStrategy):
         check_components(flatten(value)[0])
         value = map_leaves(self._content, value)
         leaf = lambda x: self._reduce_leaf(op, x, axis)  # noqa: E731
+        # One component is its own sum and mean, so no program is dispatched.
         if axis is None and self.num_replicas_in_sync == 1:
             return map_leaves(leaf, value)
         return self.in_program(("reduce", op, axis), lambda v: map_leaves(leaf, v), value)
@@ -92,6 +93,7 @@ class AbstractResults(AbstractStrategy):
         if ops is None or not isinstance(value, PerReplica):
             return reduce_leaf(value, op, axis, n, ops)
         check_mergeable(value, axis)
+        # These operations work only between the replicas of a running program.
         return self.merged(lambda x: reduce_leaf(x, op, axis, n, ops), value)
 
     def merged(self, fn: Callable[..., Any], *values: PerReplica) -> PyTree:
@@ -191,9 +193,11 @@ class AbstractResults(AbstractStrategy):
         if not isinstance(value, keras.Variable):
             return _checked_array(value)
         n, scope = self.num_replicas_in_sync, innermost()
+        # In a merge function, a read gives the combined value of an on-read variable.
         if n == 1 or not policy_of(value).on_read or (scope is not None and scope.mapped):
             return value.value
         parts = components_of(value) if scope is None else scope.components(value, n)
+        # There are no parts before the first program, and after an assignment outside of programs.
         return PerReplica(initial_components(value, value.value, n) if parts is None else parts)
 
 

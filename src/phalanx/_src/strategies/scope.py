@@ -19,13 +19,16 @@ class Scope(Generic[S]):
 
     def __init__(self, strategy: S) -> None:
         self._strategy = strategy
+        # One `Scope` may be entered again before it is left, so each entry has its own stack.
         self._open: list[ExitStack] = []
 
     def __enter__(self) -> S:
         _require_enterable(self._strategy)
         with ExitStack() as stack:
+            # The default strategy is current when no context is open.
             if self._strategy.storage.has_devices:
                 stack.enter_context(context.enter(Mode(self._strategy, None)))
+                # Keras creates variables without calling a strategy, but asks its current distribution for their placement.
                 home = self._strategy.storage.of_new_variables
                 if home is not None:
                     stack.enter_context(compat.variable_layout(home.sharding_of_new, home.mesh))

@@ -43,6 +43,7 @@ class DefaultStrategy(Strategy):
             )
         super().__init__()
         DefaultStrategy._instance = self
+        # Code instead of functions: a lambda in a loop is a new function each time, with the same code.
         self._with_tape: set[types.CodeType] = set()
 
     @property
@@ -55,6 +56,7 @@ class DefaultStrategy(Strategy):
         code = getattr(fn, "__code__", None)
         if code in self._with_tape:
             return super().execute(fn, args, kwargs, options)
+        # A tape ends the eager call. The transaction undoes what the call has assigned, and the step starts again as a program.
         with suppress(NeedsProgram), compat.transaction(), held():
             args, kwargs = map_leaves(_plain, (args, kwargs))
             return explain.call(fn, args, kwargs)

@@ -74,6 +74,7 @@ class SynchronousStrategy(Strategy):
     def cross_device_ops(self) -> CrossDeviceOps | None:
         if self.num_replicas_in_sync == 1:
             return None
+        # At each access, because an elastic group and `placed_on` change the devices.
         return self._chosen_ops or _fastest_ops(self.topology)
 
     @property
@@ -155,6 +156,7 @@ def update_sharding_of(
         raise InvalidArgumentError(
             f"weight_update_sharding={shown(choice)}", "must be True, False or None.", "weight_update_sharding=True"
         )
+    # Options of a wrong type do not matter here: `check_choices` refuses them later.
     is_plain = not isinstance(options, CommunicationOptions) or not (options.compression or options.wire_dtype)
     defaults = {
         "cross_device_ops": ops is None,
@@ -173,6 +175,7 @@ def update_sharding_of(
 
 
 def _check_weights(weights: object) -> None:
+    # `==` alone would compare an array element by element, and the result is not a bool.
     is_auto = isinstance(weights, str) and weights == "auto"
     if not is_auto and not (isinstance(weights, (list, tuple)) and all(map(_is_positive, weights))):
         raise InvalidArgumentError(

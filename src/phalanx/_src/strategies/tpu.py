@@ -146,8 +146,10 @@ class TPUStrategy(SynchronousStrategy):
         value = primitives.as_array(tensor)
         if count == 1:
             return value
+        # A sharding constraint cannot name one device. Here each device holds one row, and only the row of this device is not 0.
         mask = (jnp.arange(count) == logical_device_id).reshape(-1, *(1,) * value.ndim)
         masked = with_sharding_constraint(jnp.where(mask, value, jnp.zeros_like(value)), self._spec(0, value.ndim + 1))
+        # The sum of bools or small integers has another dtype.
         return masked.sum(0).astype(value.dtype)
 
     def experimental_split_to_logical_devices(
@@ -256,6 +258,7 @@ def _axes(cores: int) -> tuple[tuple[str, int], ...]:
 
 def _divided(parts: Sequence[int], axes: Sequence[tuple[str, int]]) -> PartitionSpec | None:
     """Returns the spec that splits each dim into `parts` shards, in C order. None if the axes do not allow it."""
+    # In the order of the mesh, because another order of axes would not give the shards to the devices in C order.
     left, spec = list(axes), []
     for shards in parts:
         names: list[str] = []
