@@ -142,7 +142,7 @@ class FullySharded(AbstractLayout):
     @override
     def spec(self, path: str, shape: tuple[int, ...], sizes: Sizes) -> PartitionSpec:
         count, elements = sizes[self.axis], math.prod(shape)
-        dim = next((i for i, n in enumerate(shape) if n and n % count == 0), None)
+        dim = next((i for i, n in enumerate(shape) if n % count == 0), None)
         if count == 1 or elements < self.min_size or dim is None:
             return partition_spec()
         return partition_spec(*(None,) * dim, self.axis)
