@@ -141,6 +141,7 @@ class TPUTopology:
             raise InvalidArgumentError(
                 f"device_coordinates={shown(coordinates)}", "must be integers, one per dim.", "(0, 0, 0, 0)"
             ) from None
+        # TensorFlow code gives four coordinates, and a virtual mesh may have fewer dims.
         if not any(at[self.mesh_rank :]):
             at = at[: self.mesh_rank]
         place = self._place.get(at)
@@ -248,6 +249,7 @@ class DeviceAssignment:
                 f"num_replicas={most}",
             )
         block = np.stack(np.unravel_index(np.arange(num_replicas), blocks), axis=-1)
+        # `block // stride` is the number of footprints before a block, and `block % stride` its place in the gaps of a footprint.
         corners = block // stride * footprint + block % stride
         offsets = np.array(list(np.ndindex(*shape))) * stride
         return cls(topology, corners[:, None] + offsets)
@@ -379,6 +381,7 @@ def _coordinates(name: str, values: object, mesh: tuple[int, ...]) -> np.ndarray
     try:
         array = np.asarray(values if values is not None else [])
     except Exception:
+        # NumPy refuses lists of unequal lengths. The message below says what is expected.
         array = np.array([])
     if array.ndim == 3 and array.dtype.kind in "iu" and not array[:, :, len(mesh) :].any():
         array = array[:, :, : len(mesh)]

@@ -13,6 +13,7 @@ import jax
 from phalanx._src.typed_jax import set_config
 from phalanx.errors import DeviceError, StartupError, arguments, shown
 
+# The first groups are those of TensorFlow's full names. `int` takes long for more digits than the last group allows.
 _DEVICE_NAME = re.compile(
     r"^(?:/job:localhost)?(?:/replica:0)?(?:/task:0)?/?(?:device:)?([a-z]+):(\d{1,18})$", re.IGNORECASE
 )
@@ -95,7 +96,7 @@ def parse_device(name: str | jax.Device) -> jax.Device:
     platform, index = match.group(1).lower(), int(match.group(2))
     try:
         devices = jax.local_devices(backend=platform)
-    except RuntimeError:
+    except RuntimeError:  # JAX has no platform of this name, or finds no device of it.
         devices = []
     if index >= len(devices):
         have = ", ".join(map(device_name, jax.local_devices()))
@@ -104,6 +105,7 @@ def parse_device(name: str | jax.Device) -> jax.Device:
             f"this process has only {have}.",
             _how_to_get(platform, index, has_some=bool(devices)),
         )
+    # The index counts devices of this process. With several processes, `device.id` counts those of all.
     return devices[index]
 
 
@@ -169,6 +171,7 @@ def first_devices(count: int) -> tuple[jax.Device, ...]:
 
 
 def _schedulable_cpus() -> int:
+    # XLA makes one thread per CPU that the process may use (seen with `taskset` in JAX 0.10.2).
     if sys.platform == "linux":
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -66,6 +66,7 @@ class Pool:
         # Only this method removes blocks. One that comes back meanwhile is added at the end, so the indices stay right.
         for i in range(len(free) - 1, -1, -1):
             block = free[i][1]
+            # At most half of a block may be unused.
             if num_bytes <= block.nbytes <= 2 * num_bytes:
                 del free[i]
                 return block

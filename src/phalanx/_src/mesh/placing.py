@@ -33,6 +33,7 @@ class Placer:
         self, sharding: Sharding, devices: Sequence[jax.Device], parts: Sequence[slice | EllipsisType]
     ) -> None:
         self._sharding, self._devices, self._parts = sharding, list(devices), parts
+        # Without a lock: if two threads add a shape at the same time, both add the same description.
         self._avals: dict[Any, Any] = {}
 
     def put(self, local: np.ndarray, shape: tuple[int, ...]) -> jax.Array:
@@ -49,6 +50,7 @@ class Placer:
         if aval is not None:
             with explicit_transfer():
                 return batched_device_put(aval, self._sharding, parts, self._devices)
+        # The first array of a shape takes the public way, because no public function makes the description.
         placed = list(map(jax.device_put, parts, self._devices))
         whole = jax.make_array_from_single_device_arrays(shape, self._sharding, placed)
         if len(self._avals) >= _MOST_SHAPES:

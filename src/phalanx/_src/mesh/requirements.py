@@ -80,6 +80,7 @@ def digests_of(devices: Sequence[jax.Device], arrays: Sequence[tuple[str, jax.Ar
     digests = np.zeros((len(arrays), len(devices)), np.uint32)
     for row, (_, array) in zip(digests, arrays, strict=True):
         for shard in array.addressable_shards:
+            # Bytes and not numbers, so that a NaN equals itself.
             row[devices.index(shard.device)] = zlib.crc32(np.ascontiguousarray(shard.data).view(np.uint8).data)
     return digests
 

@@ -13,10 +13,10 @@ from typing_extensions import override
 
 from phalanx._src.runtime.observers import Observer
 
-_KEPT = 64
-_LEAST = 8
-_STEPS = 16
-_WORTHWHILE = 0.1
+_KEPT = 64  # Only the last steps of a replica count.
+_LEAST = 8  # After fewer steps, all shares stay as they are.
+_STEPS = 16  # The weight of the fastest replica.
+_WORTHWHILE = 0.1  # Another share needs another program, which a smaller change does not repay.
 
 
 @final
@@ -64,7 +64,9 @@ class Shares(Observer):
         row_times = [self._seconds_per_row.get(replica, ()) for replica in replicas]
         local_medians = [statistics.median(seconds) if len(seconds) >= _LEAST else 0.0 for seconds in row_times]
         self._seconds_per_row.clear()
+        # JAX exchanges no float64 unless x64 is on.
         everyone = exchange(np.asarray(local_medians, np.float32)).ravel()
+        # 0 stands for too few measurements. All processes see the same numbers, so all keep their shares.
         if not everyone.all():
             return
         speeds = everyone.min() / everyone

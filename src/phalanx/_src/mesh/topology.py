@@ -97,9 +97,11 @@ class Topology:
             )
         require_one_platform(self.devices)
         require_axes(self.axes, len(names))
+        # After `require_axes`, because the axes decide which devices form a replica.
         require_own_rows(self.devices, list(map(self._replicas_of, self.workers)))
         require_threads(self.devices)
         if self.devices[0].platform == "cpu":
+            # Otherwise each step gets new pages from the kernel: 81 ms instead of 64 ms for a small residual network.
             keep_freed_memory()
         axis_names, sizes = (REPLICA_AXIS, *(n for n, _ in self.axes)), (self.num_replicas, *(n for _, n in self.axes))
         # `shard_map` in `run` handles the replica axis manually. XLA partitions the program over the other axes.
@@ -256,6 +258,7 @@ class Topology:
         return list(map(self._spread_from_here, local))
 
     def _spread_from_here(self, local: jax.Array | np.ndarray) -> jax.Array:
+        # With several processes, each has only its rows of the array, and places them from the host.
         if self.num_workers == 1 and isinstance(local, jax.Array):
             placed: jax.Array = jax.device_put(local, self.per_replica)
             return placed
@@ -278,6 +281,7 @@ class Topology:
     def take_back(self, values: Sequence[jax.Array]) -> list[jax.Array]:
         """Replicates arrays, which other devices hold whole, on these devices. Reuses copies that are already here."""
         at_home = set(self.devices)
+        # False is less than True, so a shard that is already on these devices comes first.
         nearest = [min(x.addressable_shards, key=lambda s: s.device not in at_home).data for x in values]
         taken: list[jax.Array] = jax.device_put(nearest, self.replicated)
         return taken
@@ -307,6 +311,7 @@ class Topology:
             shape = (len(self.devices), *value.shape)
             rows.append(jax.make_array_from_single_device_arrays(shape, per_device, parts))
         with self.dispatching(is_step=False):
+            # A function of the module, because JAX would compile a local one at each call.
             sums = jax.jit(_sums_of_rows, out_shardings=self.replicated)(rows)
             return list(map(np.asarray, sums))
 
@@ -328,6 +333,7 @@ class Topology:
         if self.num_workers == 1:
             return values[None]
         with self.dispatching(is_step=False):
+            # The result is awaited here, because programs of several processes run one at a time (see `Turn`).
             return np.asarray(multihost_utils.process_allgather(values))
 
     def exchange_input(self, values: np.ndarray) -> np.ndarray:
@@ -435,6 +441,7 @@ def whole(array: jax.Array, name: str) -> np.ndarray:
       PeerLostError: another process has died.
     """
     watchdog = watch.own()
+    # Before the gather, which would wait for a process that does not read until the watchdog reports a stall.
     difference = None if watchdog is None else watchdog.agree({READ: [name]})
     if difference is not None:
         raise ContextError(
@@ -459,9 +466,11 @@ def _as_row(array: jax.Array | np.ndarray, device: jax.Device) -> jax.Array:
         row = jax.device_put(np.asarray(array)[None], device)
         return row
     with process_dispatching():
+        # On an accelerator, a new dim takes a program, so it needs the lock.
         row = jax.device_put(array, device)[None]
     return row
 
 
 def _sums_of_rows(arrays: list[jax.Array]) -> list[jax.Array]:
+    # By default, `sum` widens bools and small integers.
     return [x.sum(0, dtype=x.dtype) for x in arrays]

@@ -72,6 +72,7 @@ def initialize_tpu_system(cluster_resolver: ClusterResolver | None = None) -> TP
         raise InvalidArgumentError(
             f"cluster_resolver={shown(resolver)}", "must be a ClusterResolver.", 'TPUClusterResolver("local")'
         )
+    # A prediction runs a script for TPUs on CPU devices.
     if settings.emulates_tpus and not _virtual:
         declare_virtual((len(jax.devices("cpu")), 1, 1, 1))
     if _virtual:
@@ -139,6 +140,7 @@ def _has_tpus() -> bool:
 
 def _of_devices(devices: Sequence[jax.Device]) -> TPUTopology:
     places = np.array([[*d.coords, d.core_on_chip] for d in devices])
+    # A slice may begin anywhere in its pod.
     places -= places.min(axis=0)
     return _topology(tuple(int(n) for n in places.max(axis=0) + 1), devices, places)
 

@@ -33,7 +33,7 @@ class ComponentSizes:
     """
 
     sizes: tuple[tuple[int, ...], ...]
-    first: int = field(default=0, compare=False)
+    first: int = field(default=0, compare=False)  # Processes differ in it, and must select the same program.
 
     @staticmethod
     def of_counts(counts: "Sequence[int]", first: int = 0) -> "ComponentSizes | None":
@@ -93,6 +93,7 @@ class _ActsAsArray:
         return np.array(self.__jax_array__(), dtype=dtype, copy=copy)
 
     def __getattr__(self, name: str) -> Any:
+        # Libraries ask any object for names of their own, and expect an AttributeError, not a ContextError.
         if name not in _OF_ARRAYS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         return getattr(self.__jax_array__(), name)
@@ -232,6 +233,7 @@ class PerReplica(DistributedValues):
     __slots__ = ("batch", "data", "rows")
 
     def __init__(self, data: PyTree, rows: ComponentSizes | None = None, batch: ComponentSizes | None = None) -> None:
+        # A value with rows is a batch itself unless it was computed from one.
         self.data, self.rows, self.batch = data, rows, batch or rows
 
     @property
@@ -448,6 +450,7 @@ def _local_components(array: jax.Array | np.ndarray) -> list[Any]:
     shards = _local_shards(array)
     if shards[0].shape == (1, *array.shape[1:]):
         return [shard[0] for shard in shards]
+    # An array that is not divided by replica, such as one that the user has passed to `PerReplica`.
     return [array[i] for i in range(array.shape[0])]
 
 
@@ -475,13 +478,16 @@ def _copies(array: object) -> list[Any]:
         mesh, shards = array.sharding.mesh.devices, {s.device: s.data for s in array.addressable_shards}
         local = [[shards[d] for d in replica if d in shards] for replica in mesh.reshape(len(mesh), -1)]
         first = [replica[0] for replica in local if replica]
+        # If a value is sharded over the devices of a replica, only the array itself is whole.
         return first if array.is_fully_replicated else [array] * len(first)
     return [array]
 
 
 def _flatten_per_replica(value: PerReplica) -> tuple[tuple[Any, ...], Any]:
     if isinstance(value.data, tuple):
+        # JAX would take Python objects that are leaves for arrays.
         return (), (value.data, value.rows, value.batch)
+    # Sizes are part of the type of a value, so that values with other sizes have another structure.
     return (value.data,), (None, value.rows, value.batch)
 
 
@@ -492,6 +498,7 @@ jax.tree_util.register_pytree_with_keys(
     Mirrored,
     lambda m: (((jax.tree_util.GetAttrKey("value"), m.value),), None),
     lambda _, children: Mirrored(*children),
+    # Without keys, for the calls of JAX that do not name leaves.
     lambda m: ((m.value,), None),
 )
 jax.tree_util.register_pytree_node(
