@@ -22,6 +22,7 @@ from phalanx._src.strategies.central_storage import CentralStorageStrategy
 from phalanx._src.strategies.parameter_server import ParameterServerStrategy
 from phalanx.errors.names import suggest_names
 
+# The older names of both classes, which tf.distribute.experimental has too.
 CollectiveCommunication = CommunicationImplementation
 CollectiveHints = CommunicationOptions
 

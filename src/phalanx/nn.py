@@ -57,6 +57,7 @@ def compute_average_loss(
             "must have one loss per example, not be a scalar.",
             'loss = keras.losses.MeanSquaredError(reduction="none")',
         )
+    # The mean of a float16 loss is a float16, but its sum accumulates in float32.
     dtype, loss = dtype_of(ReduceOp.MEAN, loss.dtype), term(ReduceOp.MEAN, loss)
     if sample_weight is not None:
         weight = primitives.as_array(sample_weight)
@@ -88,12 +89,14 @@ def compute_average_loss(
             )
         loss = jnp.where(over_rows(mask, loss), loss, 0)
     size = _size_of(loss, replica) if global_batch_size is None else _checked_size(global_batch_size)
+    # A global batch without rows has the loss 0, not NaN.
     return (jnp.where(size == 0, 0, loss.sum() / jnp.maximum(size, 1)) / _own_part()).astype(dtype)
 
 
 def _size_of(loss: jax.Array, replica: context.ReplicaContext | None) -> int:
     """Returns the number of losses of all replicas."""
     total = None if replica is None else replica.num_examples
+    # If a replica computes with the rows of all replicas, these are all losses.
     if context.current().whole:
         return loss.shape[0]
     if replica is None or replica.rows is None or total is None:
@@ -140,6 +143,7 @@ def scale_regularization_loss(regularization_loss: PyTree) -> jax.Array:
             "call it in the replica function",
         )
     total = sum(primitives.as_array(x).sum() for x in jax.tree.leaves(regularization_loss))
+    # In a `train_step`, the losses are weighted by shares of the batch, which add up to 1.
     return jnp.asarray(total) / (1 if context.current().averaging else replica.num_replicas_in_sync)
 
 
@@ -149,6 +153,7 @@ def _own_part() -> jax.Array | int:
     if not mode.averaging or mode.whole or mode.replica is None:
         return 1
     weight = jnp.asarray(mode.replica.weight)
+    # A replica without rows has the weight 0. Its loss counts nothing, but 0 / 0 would be NaN.
     return jnp.where(weight == 0, 1, weight)
 
 

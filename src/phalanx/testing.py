@@ -31,6 +31,7 @@ from phalanx.typing import PyTree
 
 __all__ = ["VirtualNetwork", "assert_in_sync", "assert_restores_everywhere", "virtual_topology"]
 
+# Two numbers of 32 bits, because JAX exchanges no wider ones unless x64 is on.
 _DIGEST_BYTES = 8
 _BURST = "64kb"
 
@@ -102,6 +103,7 @@ class VirtualNetwork:
             for name in self._names:
                 _call("ip", "netns", "add", name)
             first, second = self._names
+            # Nothing else deletes the cable: it ends with the namespace of either end.
             _call("ip", "link", "add", first, "netns", first, "type", "veth", "peer", second, "netns", second)
             for name, address in zip(self._names, self.addresses, strict=True):
                 _call("ip", "-n", name, "addr", "add", f"{address}/24", "dev", name)
@@ -111,6 +113,7 @@ class VirtualNetwork:
                     limit = ["rate", f"{self._rate:g}mbit", "burst", _BURST, "latency", "100ms"]
                     _call("tc", "-n", name, "qdisc", "add", "dev", name, "root", "tbf", *limit)
         except (OSError, subprocess.CalledProcessError) as e:
+            # Python does not call `__exit__` after an error in `__enter__`, and some of it exists already.
             self.__exit__()
             why = e.stderr.decode().strip() if isinstance(e, subprocess.CalledProcessError) else f"{e}"
             raise StartupError(
@@ -122,6 +125,7 @@ class VirtualNetwork:
 
     def __exit__(self, *_: object) -> None:
         for name in self._names:
+            # A namespace may not have been created, and `ip` may not be installed.
             with suppress(OSError):
                 subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
 
@@ -151,6 +155,7 @@ class VirtualNetwork:
         self._switch_cable("up")
 
     def _switch_cable(self, state: str) -> None:
+        # One end suffices, because nothing gets through a cable with a closed end.
         _call("ip", "-n", self._names[1], "link", "set", self._names[1], state)
 
 
@@ -186,6 +191,7 @@ def assert_in_sync(*objects: object) -> None:
     if any(x is None for x in objects):
         variables_of("assert_in_sync", None)
     for path, leaf in jax.tree_util.tree_leaves_with_path(objects, is_leaf=lambda x: isinstance(x, PerReplica)):
+        # `variables_of` refuses what has no variables, and so a deleted array too.
         if not isinstance(leaf, jax.Array) or leaf.is_deleted():
             for variable in variables_of("assert_in_sync", leaf):
                 home, value = slot_of(variable).home, raw_value(variable)
@@ -203,6 +209,7 @@ def assert_in_sync(*objects: object) -> None:
         hint = "assign only values that all processes compute identically, or assign inside strategy.run"
         _assert_equal_everywhere(values, home, "variable", hint)
     for mesh, values in meshes.items():
+        # An array knows its mesh, but not the topology of the strategy that placed it.
         axes = tuple(zip(mesh.axis_names[1:], mesh.devices.shape[1:], strict=True))
         hint = "all_reduce the gradients in the replica function, and return phalanx.Mirrored only of values that are equal"
         _assert_equal_everywhere(values, Topology(tuple(mesh.devices.flat), axes), "array", hint)
@@ -252,6 +259,7 @@ def _copies(of: _Value, topology: Topology) -> list[Any]:
     if REPLICA_AXIS in of.sharding.spec:
         # Each replica holds a different shard, so there are no copies to compare.
         return [np.zeros(0)] * len(devices)
+    # A value that was assigned outside of steps is placed at the next step. Until then, each process has one value.
     if not isinstance(value, jax.Array) or value.sharding != of.sharding:
         return [value] * len(devices)
     shards = {s.device: s.data for s in value.addressable_shards}
