@@ -35,6 +35,7 @@ class ReduceOp(enum.Enum):
         Raises:
           ReduceOpError: `op` is neither a member nor the name of one.
         """
+        # By the name of the module, because TensorFlow need not be installed.
         if isinstance(op, enum.Enum) and type(op).__module__.startswith("tensorflow."):
             op = op.name
         if (member := _member(cls, op)) is not None:
@@ -161,6 +162,7 @@ class CommunicationOptions:
 
     def __post_init__(self) -> None:
         choices = ("bfloat16", "int8")
+        # Only a string is looked up: `in` compares with `==`, and the result is not a bool for an array.
         is_known = isinstance(self.compression, (PowerSGD, TopK)) or (
             isinstance(self.compression, str) and self.compression in choices
         )
@@ -172,6 +174,7 @@ class CommunicationOptions:
             )
         arguments.instance("error_feedback", self.error_feedback, bool, "error_feedback=False")
         size = arguments.integer("bytes_per_pack", self.bytes_per_pack, least=0, hint="bytes_per_pack=1 << 20")
+        # The class is frozen. `size` is an int even if the argument is a NumPy integer.
         object.__setattr__(self, "bytes_per_pack", size)
         arguments.seconds("timeout_seconds", self.timeout_seconds)
         if not (self.wire_dtype is None or (isinstance(self.wire_dtype, str) and self.wire_dtype == "bfloat16")):
@@ -189,11 +192,13 @@ class CommunicationOptions:
         if other is None:
             return self
         arguments.instance("other", other, CommunicationOptions, "options.merge(CommunicationOptions(...))")
+        # A field that was set to its default cannot be told from one that was not set.
         changed = {f.name: v for f in fields(self) if (v := getattr(other, f.name)) != f.default}
         return replace(self, **changed)
 
 
 def _names_powersgd(value: object) -> bool:
+    # A user may pass the class, or its name, instead of an instance.
     return isinstance(value, (str, type)) and "powersgd" in f"{value}".lower()
 
 
@@ -255,6 +260,7 @@ class RunOptions:
       RunOptions(eager=True)
     """
 
+    # These three change nothing, so `repr` does not show them.
     experimental_enable_dynamic_batch_size: bool = field(default=True, repr=False)
     experimental_bucketizing_dynamic_shape: bool = field(default=False, repr=False)
     experimental_xla_options: XLAOptions | None = field(default=None, repr=False)
@@ -263,6 +269,7 @@ class RunOptions:
     def __post_init__(self) -> None:
         arguments.flag("eager", self.eager)
         arguments.flag("experimental_enable_dynamic_batch_size", self.experimental_enable_dynamic_batch_size)
+        # True is refused below, so the hint is the other value.
         if arguments.flag(
             "experimental_bucketizing_dynamic_shape", self.experimental_bucketizing_dynamic_shape, hint=False
         ):
@@ -324,6 +331,7 @@ class AutoShardPolicy(enum.IntEnum):
       <AutoShardPolicy.FILE: 1>
     """
 
+    # The numbers are those of tf.data.experimental.AutoShardPolicy.
     OFF = -1
     AUTO = 0
     FILE = 1

@@ -49,7 +49,9 @@ class OpenSpec(jax.ShapeDtypeStruct):
     """
 
     def __init__(self, shape: Sequence[int | None], dtype: object) -> None:
+        # JAX checks the sizes that it gets, so an open one is 0 here.
         super().__init__([0 if size is None else size for size in shape], dtype)  # type: ignore[no-untyped-call]
+        # JAX's class refuses assignments.
         object.__setattr__(self, "shape", tuple(shape))
 
 
@@ -86,6 +88,7 @@ with_layout_constraint: Callable[[jax.Array, Layout], jax.Array] = layout.with_l
 with_sharding_constraint: _Constrain = lax.with_sharding_constraint
 """Returns a pytree whose arrays have a sharding."""
 
+# `jax.Array` does not declare it, because tracers do not have it.
 is_ready: Callable[[jax.Array], bool] = methodcaller("is_ready")
 """Returns whether no program still computes an array."""
 
@@ -101,6 +104,7 @@ set_current_trace: Callable[[object], AbstractContextManager[None]] = jex.set_cu
 get_opaque_trace_state: Callable[[], object] = jex.get_opaque_trace_state
 """Returns a value that is equal if the current trace is the same."""
 
+# Private, because the public `device_put` derives the description each time, which takes five times as long (see `Placer`).
 batched_device_put: Callable[..., jax.Array] = pxla.batched_device_put
 """Returns an array, from its description, its sharding, its parts on this process and their devices."""
 
