@@ -273,8 +273,10 @@ def warn_of_slip(found: str, hint: str, category: type[UserWarning] = SlipWarnin
 @functools.cache
 def _warn_once(message: str, category: type[UserWarning], place: Place | None) -> None:
     if place is None:
+        # 3 is the caller of `warn_of_slip`: the wrapper of `functools.cache` has no frame of Python.
         warnings.warn(message, category, stacklevel=3)
     else:
+        # Without the registry of a module, because the cache of this function shows a warning once.
         warnings.warn_explicit(message, category, place.filename, place.lineno)
 
 

@@ -159,10 +159,12 @@ def json_or_picture(name: str, value: object, hint: str) -> Path:
         raise InvalidArgumentError(called, "must end with .json, .png, .svg or .pdf.", hint)
     if not os.path.isdir(file.parent):
         raise InvalidArgumentError(called, "its folder does not exist.", f"mkdir -p {file.parent}")
+    # Another user may have put a link there, through which this process would overwrite another file.
     if os.path.lexists(file) and (os.path.islink(file) or not os.path.isfile(file)):
         raise InvalidArgumentError(called, "it is a link, a folder, a device or a pipe.", hint)
     if file.suffix in PICTURES:
         try:
+            # Before the results exist, because computing them takes minutes.
             importlib.import_module("matplotlib.figure")
         except ImportError as e:
             words = "the package matplotlib is not installed."
@@ -216,12 +218,14 @@ def typed(error: type[PhalanxError] = InvalidArgumentError) -> Callable[[F], F]:
 
     def decorate(fn: F) -> F:
         if isinstance(fn, type):
+            # The class itself is returned, so that `isinstance` and subclasses work.
             fn.__init__ = decorate(fn.__init__)  # type: ignore[misc]
             return fn
         signature = inspect.signature(fn)
 
         @functools.cache
         def hints() -> dict[str, Any]:
+            # At the first call, because an annotation may name a class that its module defines later.
             return typing.get_type_hints(fn)
 
         @functools.wraps(fn)

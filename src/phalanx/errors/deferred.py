@@ -14,6 +14,7 @@ def guarded(fn: Callable[[], None]) -> Callable[[], None]:
         try:
             fn()
         except Exception as e:
+            # Without a lock, because `append` is atomic.
             failures.append(e)
 
     return run

@@ -16,6 +16,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _PHALANX = str(Path(__file__).parents[1]) + "/"
+# `<frozen ...>` is the code of importlib, which is a part of the interpreter.
 _LIBRARIES = (_PHALANX, *(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")), "<frozen ")
 _NOTE_OF_JAX = "JAX has removed its internal frames"
 """JAX adds this note to every error that passes through it. It says nothing about a Phalanx error."""
@@ -99,6 +100,7 @@ def hide(error: BaseException) -> None:
     """
     if os.environ.get("PHALANX_TRACEBACK") == "full":
         return
+    # A program can make a circle of causes with `raise a from b` and `b.__cause__ = a`.
     seen: set[int] = set()
     one: BaseException | None = error
     while one is not None and id(one) not in seen:
@@ -112,6 +114,7 @@ def _hide(error: BaseException) -> None:
     of_user = [i for i, tb in enumerate(entries) if is_of_user(_filename(tb))]
     last = of_user[-1] if of_user else -1
     # The message of a Phalanx error suffices; other errors keep their frames inside libraries.
+    # Not `isinstance`, because `phalanx.errors` imports this module.
     if hasattr(error, "hint"):
         last = len(entries)
         error.__notes__ = [note for note in getattr(error, "__notes__", ()) if _NOTE_OF_JAX not in note]
@@ -166,10 +169,12 @@ def _filenames(error: BaseException) -> list[str]:
 
 def _columns(entry: TracebackType) -> tuple[int, int] | None:
     """Returns the start and end column of the expression that a traceback entry was evaluating, in its first line."""
+    # `tb_lasti` counts bytes, and `co_positions` instructions, which have two bytes each.
     positions = itertools.islice(entry.tb_frame.f_code.co_positions(), entry.tb_lasti // 2, None)
     line, end_line, start, end = next(positions, (None,) * 4)
     if line is None or start is None or end is None:
         return None
+    # If the expression ends in a later line, it takes the rest of this one.
     return (start, end if line == end_line else 10**6)
 
 
