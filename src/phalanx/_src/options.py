@@ -260,7 +260,7 @@ class RunOptions:
       RunOptions(eager=True)
     """
 
-    # These three change nothing, so `repr` does not show them.
+    # These three fields change nothing, so `repr` does not show them.
     experimental_enable_dynamic_batch_size: bool = field(default=True, repr=False)
     experimental_bucketizing_dynamic_shape: bool = field(default=False, repr=False)
     experimental_xla_options: XLAOptions | None = field(default=None, repr=False)

@@ -93,7 +93,7 @@ class _ActsAsArray:
         return np.array(self.__jax_array__(), dtype=dtype, copy=copy)
 
     def __getattr__(self, name: str) -> Any:
-        # Libraries ask any object for names of their own, and expect an AttributeError, not a ContextError.
+        # Libraries ask any object for their special names, and expect an AttributeError, not a ContextError.
         if name not in _OF_ARRAYS:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
         return getattr(self.__jax_array__(), name)

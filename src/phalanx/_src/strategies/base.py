@@ -448,7 +448,7 @@ class Strategy(AbstractInputs, AbstractResults):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Strategy":
         """Returns a strategy over the same devices, with its own compiled programs."""
-        # The attributes are shared, because devices of JAX cannot be copied.
+        # The attributes are shared, because Python cannot copy a `jax.Device`.
         other = object.__new__(type(self))
         other.__dict__.update(
             self.__dict__, _programs=Programs(), _cross_replica=Mode(other, None), _number=next(_numbers)

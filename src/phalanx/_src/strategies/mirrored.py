@@ -85,7 +85,7 @@ class MirroredStrategy(SynchronousStrategy):
                 "must be CrossDeviceOps.",
                 "cross_device_ops=phalanx.NcclAllReduce()",
             )
-        # Operations may name a device (`reduce_to_device`), which must be the first one of a replica.
+        # Operations may name a device (`reduce_to_device`), which must be among these.
         ops = cross_device_ops and cross_device_ops.for_devices(topology.first_devices)
         self._takes_all = devices is None
         super().__init__(topology, ops, communication_options, local_updates, replica_weights)
