@@ -3,6 +3,9 @@
 import pytest
 
 import phalanx
+from phalanx._src.mesh.topology import Topology
+from phalanx._src.strategies import multi_worker
+from phalanx._src.strategies.base import living_strategies
 
 
 @pytest.mark.parametrize("seconds", [0, -1.0, float("nan")])
@@ -46,3 +49,13 @@ def test_wrong_choices_are_refused_before_the_processes_meet(given, message):
     resolver = phalanx.cluster_resolver.SimpleClusterResolver(spec, task_type="worker", task_id=0)
     with pytest.raises(phalanx.errors.InvalidArgumentError, match=message):
         phalanx.MultiWorkerMirroredStrategy(resolver, **given)
+
+
+def test_refused_groups_leave_no_strategy(monkeypatch):
+    """`fit` outside a scope looks at all strategies. A process of an elastic group has one of the replicas here."""
+    monkeypatch.setattr(multi_worker.membership, "is_elastic", lambda: True)
+    monkeypatch.setattr(Topology, "local_replicas", property(lambda _: range(1)))
+    before = set(living_strategies())
+    with pytest.raises(phalanx.errors.InvalidArgumentError, match="replicas_per_group=2 in an elastic group") as error:
+        phalanx.MultiWorkerMirroredStrategy(local_updates=phalanx.experimental.LocalSGD(8, replicas_per_group=2))
+    assert set(living_strategies()) <= before, error

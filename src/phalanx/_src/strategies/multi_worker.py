@@ -124,9 +124,9 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         bootstrap.start(resolver, options.timeout_seconds, self._stall_timeout_s)
         topology = self._present_topology()
         _require_implementation(options.implementation, topology)
+        if local_updates is not None and membership.is_elastic():
+            _require_own_groups(local_updates.replicas_per_group, len(topology.local_replicas))
         super().__init__(topology, options=options, local_updates=local_updates, replica_weights=replica_weights)
-        if self.local_updates is not None and membership.is_elastic():
-            _require_own_groups(self.local_updates.replicas_per_group, len(topology.local_replicas))
         self._resolver = resolver
         # Python, NumPy and Keras must shuffle alike in all processes, even if the program sets no seed.
         if topology.num_workers > 1:
