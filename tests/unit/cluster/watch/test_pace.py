@@ -41,6 +41,17 @@ def test_others_wait_for_the_last(each):
     assert first.waited_for == third.waited_for == 0.0
 
 
+def test_share_of_a_long_training():
+    """Percentiles are those of the last steps, but all steps count for the waits."""
+    paces = Paces(2)
+    for step in range(10_000):
+        for rank, before_s in enumerate((0.01, 0.03)):
+            paces.hear(rank, [(step, step, before_s, 0.04)])
+    first, second = paces.step_times()
+    assert (first.waited_for, second.waited_for) == (0.0, 1.0)
+    assert second.waited_s == pytest.approx(0.02)
+
+
 def test_small_differences_do_not_count():
     """One twentieth of a step, or a millisecond, is no wait."""
     paces = Paces(2)
@@ -81,6 +92,7 @@ def test_failed_step_is_not_measured():
     watch.end(1.5)
     assert watch.last_s == 0.5
     watch.begin(1, 1, 2.0, is_step=True)
+    assert watch.last_s == 0.5
     watch.cancel()
     watch.begin(1, 1, 9.0, is_step=True)
     watch.end(9.5)

@@ -502,6 +502,19 @@ def test_group_that_may_lose_processes(group, said, event, still, why):
     assert 0 not in three.statuses
 
 
+def test_time_to_leave_a_long_step(group):
+    """A process whose steps take 2 s gets four of them to leave the group, and no more than that time."""
+    two = group(2, outlive=lambda ranks, why: None)
+    two[0].operations.begin(is_step=True)
+    two.wait(2)
+    two[0].operations.end(is_step=True, has_failed=False)
+    two.steps(0, 1, inside=[0])
+    two.end(1)
+    two.wait(0.5)
+    assert two.statuses == {0: 75}
+    assert 8 <= two.grace_s[0] <= 9
+
+
 @pytest.mark.parametrize("has_failed", [False, True])
 def test_rank_0_leaves_the_others(group, has_failed):
     """They judge for themselves then, whether a step fails in them or never ends, and go on without it."""

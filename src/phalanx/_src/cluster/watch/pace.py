@@ -47,6 +47,9 @@ class StepTimes:
 class Stopwatch:
     """Measures the collective operations of this process. Times are those of `time.monotonic`.
 
+    Attributes:
+      last_s: duration of the last operation that has ended, in seconds. 0 before the first.
+
     Example:
       >>> watch = Stopwatch()
       >>> for step, began_s in enumerate([1.0, 2.0, 4.0]):
@@ -57,15 +60,10 @@ class Stopwatch:
     """
 
     def __init__(self) -> None:
-        self._began_s = 0.0
+        self._began_s = self.last_s = 0.0
         self._ended_s: float | None = None
         self._step_s: float | None = None
         self._samples: deque[Sample] = deque(maxlen=_KEPT)
-
-    @property
-    def last_s(self) -> float:
-        """The duration of the last operation that has ended. 0 before the first."""
-        return 0.0 if self._ended_s is None else max(0.0, self._ended_s - self._began_s)
 
     def begin(self, step: int, turn: int, now_s: float, *, is_step: bool) -> None:
         """Notes that an operation begins, in which all processes wait for each other."""
@@ -78,7 +76,7 @@ class Stopwatch:
 
     def end(self, now_s: float) -> None:
         """Notes that the operation has ended."""
-        self._ended_s = now_s
+        self._ended_s, self.last_s = now_s, now_s - self._began_s
 
     def cancel(self) -> None:
         """Notes that the operation has failed, so that nothing is known about the time around it."""
@@ -110,7 +108,7 @@ class Paces:
     def __init__(self, size: int) -> None:
         self._cycles: list[deque[float]] = [deque(maxlen=_KEPT) for _ in range(size)]
         self._pending: dict[int, dict[int, float]] = {}
-        self._waits: list[deque[float]] = [deque(maxlen=_KEPT) for _ in range(size)]
+        self._waits, self._waited_s = [0] * size, [0.0] * size
         self._compared = 0
 
     def hear(self, rank: int, samples: Sequence[Sequence[float]]) -> None:
@@ -132,7 +130,8 @@ class Paces:
         earlier_s = [before_s for rank, before_s in arrivals.items() if rank != last]
         waited_s = arrivals[last] - statistics.median(earlier_s) if earlier_s else 0.0
         if waited_s > max(_LEAST_S, _SHARE * cycle_s):
-            self._waits[last].append(waited_s)
+            self._waits[last] += 1
+            self._waited_s[last] += waited_s
 
     def step_times(self) -> list[StepTimes]:
         """Returns the step times of all processes that have sent any, by rank."""
@@ -141,8 +140,8 @@ class Paces:
             if cycles:
                 ordered, waits = sorted(cycles), self._waits[rank]
                 p99_s = ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]
-                share = min(1.0, len(waits) / self._compared) if self._compared else 0.0
-                mean_s = statistics.fmean(waits) if waits else 0.0
+                share = min(1.0, waits / self._compared) if self._compared else 0.0
+                mean_s = self._waited_s[rank] / waits if waits else 0.0
                 times.append(StepTimes(rank, statistics.median(ordered), p99_s, share, mean_s))
         return times
 
