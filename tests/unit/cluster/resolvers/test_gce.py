@@ -86,8 +86,9 @@ def test_the_real_client_of_google():
     ],
 )
 def test_notices_of_the_metadata_server(metadata, monkeypatch, name, answer, notice):
-    """What the server says of a machine that stays, moves or ends."""
+    """What the server says of a machine that stays, moves or ends. A proxy is not asked."""
     address, answers = metadata
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     answers |= {"maintenance-event": "NONE", "preempted": "FALSE", name: answer}
     monkeypatch.setenv("GCE_METADATA_HOST", address)
     assert termination_notice() == later_notice() == notice

@@ -80,9 +80,10 @@ def test_addresses_become_the_cluster(tpu, environ):
 
 # Both formats of the attribute stand in the cluster detection of JAX.
 @pytest.mark.parametrize("endpoints", ["10.0.0.2,10.0.0.3", "unknown:0:10.0.0.2,unknown:1:10.0.0.3"])
-def test_metadata_server_gives_the_cluster(metadata, endpoints):
-    """A TPU machine asks its metadata server."""
+def test_metadata_server_gives_the_cluster(metadata, endpoints, monkeypatch):
+    """A TPU machine asks its metadata server, and no proxy."""
     address, answers = metadata
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     answers |= {"attributes/worker-network-endpoints": endpoints, "attributes/agent-worker-number": "1"}
     resolver = TPUClusterResolver("my-tpu", environ={"GCE_METADATA_IP": address})
     assert resolver.cluster_spec() == ClusterSpec({"worker": ["10.0.0.2:8482", "10.0.0.3:8482"]})

@@ -4,6 +4,7 @@
 import importlib
 import math
 import os
+import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
@@ -19,6 +20,7 @@ from phalanx.errors import (
 )
 
 _START_TIMEOUT_S = 300.0
+_METADATA_TIMEOUT_S = 5.0
 
 
 class ClusterResolver(ABC):
@@ -237,6 +239,19 @@ def optional_module(name: str, asked: str, package: str) -> Any:
     except ImportError as e:
         problem = f"{name} is needed for it, but is not installed."
         raise MissingDependencyError(asked, problem, f"pip install {package}") from e
+
+
+def metadata(url: str) -> str:
+    """Returns the answer of the metadata server of this Google machine.
+
+    Raises:
+      OSError, ValueError: it does not answer, or not with a text.
+    """
+    request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
+    # The server belongs to this machine, so it is not behind a proxy.
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    with opener.open(request, timeout=_METADATA_TIMEOUT_S) as answer:
+        return str(answer.read().decode().strip())
 
 
 def google_service(name: str, version: str, credentials: object, discovery_url: str | None = None) -> Any:

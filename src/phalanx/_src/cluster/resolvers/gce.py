@@ -5,16 +5,13 @@ import os
 from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, final
-from urllib.error import URLError
-from urllib.request import Request, urlopen
 
 from typing_extensions import override
 
-from phalanx._src.cluster.resolvers.base import ClusterResolver, check_port, google_service
+from phalanx._src.cluster.resolvers.base import ClusterResolver, check_port, google_service, metadata
 from phalanx._src.cluster.spec import ClusterSpec
 from phalanx.errors import ClusterSourceError, ClusterTypeError, arguments, shown
 
-_METADATA_TIMEOUT_S = 5.0
 _NOTICES = {
     ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE"): "was notified by GCE that its host will be shut down",
     ("preempted", "TRUE"): "was notified by GCE that its machine is preempted",
@@ -37,10 +34,9 @@ def termination_notice() -> str | None:
     for (name, answer), notice in _NOTICES.items():
         url = f"http://{host}/computeMetadata/v1/instance/{name}"
         try:
-            with urlopen(Request(url, headers={"Metadata-Flavor": "Google"}), timeout=_METADATA_TIMEOUT_S) as reply:
-                if reply.read().decode().strip() == answer:
-                    return notice
-        except (URLError, OSError, ValueError) as e:
+            if metadata(url) == answer:
+                return notice
+        except (OSError, ValueError) as e:
             raise ClusterSourceError(
                 f"GET {url}",
                 f"the metadata server of GCE does not answer: {e}",

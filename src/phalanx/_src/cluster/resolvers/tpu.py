@@ -3,18 +3,16 @@
 
 import json
 import math
-import urllib.request
 from collections.abc import Mapping
 from typing import Any, NamedTuple, final
 
 from typing_extensions import override
 
-from phalanx._src.cluster.resolvers.base import ClusterResolver, check_port, google_service, number
+from phalanx._src.cluster.resolvers.base import ClusterResolver, check_port, google_service, metadata, number
 from phalanx._src.cluster.spec import MOST_TASKS, ClusterSpec, Task
 from phalanx.errors import ClusterSourceError, ClusterTypeError, arguments, shown
 
 _MEANING = "GKE sets it for each host of a slice"
-_TIMEOUT_S = 5.0
 
 
 class TPUSystemMetadata(NamedTuple):
@@ -249,16 +247,11 @@ class TPUClusterResolver(ClusterResolver):
                 hint,
             )
         url = f"http://{host}/computeMetadata/v1/instance/attributes/{key}"
-        request = urllib.request.Request(url, headers={"Metadata-Flavor": "Google"})
-        # The server belongs to this machine, so it is not behind a proxy.
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         try:
-            with opener.open(request, timeout=_TIMEOUT_S) as answer:
-                text: str = answer.read().decode().strip()
-        except OSError as e:
+            return metadata(url)
+        except (OSError, ValueError) as e:
             problem = f"TPU_WORKER_HOSTNAMES is not set, and {url} does not answer: {e}."
             raise ClusterSourceError(subject, problem, hint) from e
-        return text
 
     def _addresses_of_api(self) -> list[str]:
         service = self._service or google_service("tpu", "v1", self._credentials, self._discovery_url)
