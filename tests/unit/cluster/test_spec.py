@@ -228,6 +228,7 @@ TASK = '"task": {"type": "worker", "index": 0}'
         ),
         ('{"cluster": {"worker": ["a:1"], "ps": ["a:1"]}}', "address 'a:1' of worker:0: ps:0 has it too"),
         ('{"cluster": {"worker": ["a:1"], "worker": ["b:1"]}}', "TF_CONFIG with 'worker' twice"),
+        ('{"cluster": {"worker": {"1": "a:1", "01": "b:1"}}}', "index 1 of job 'worker' twice: the second address"),
         (f'{{{CLUSTER}, "task": "worker"}}', '"task": "worker": must be a JSON object, not a string'),
         (f"{{{CLUSTER}}}", "it describes the cluster, but not the task of this process"),
         (f'{{{CLUSTER}, "task": {{"type": "worker"}}}}', "the task has no 'index'"),

@@ -27,7 +27,7 @@ class ClusterSpec:
 
     Raises:
       ClusterTypeError: `cluster` has another type.
-      ClusterError: an index is not an integer of at least 0.
+      ClusterError: an index is not an integer of at least 0, or is there twice.
 
     Source: tf.train.ClusterSpec.
 
@@ -372,8 +372,14 @@ def _addresses_of(job: str, tasks: object) -> dict[int, str]:
             f'"{job}": {shown(tasks, 80)}', "must be a list of addresses, or a dict from index to address.", hint
         )
     items = tasks.items() if isinstance(tasks, Mapping) else enumerate(tasks)
-    addresses = {_index(f"index {shown(i)} of job {job!r}", i): a for i, a in items}
-    for i, address in addresses.items():
+    addresses: dict[int, str] = {}
+    for key, address in items:
+        i = _index(f"index {shown(key)} of job {job!r}", key)
+        if i in addresses:
+            raise ClusterError(
+                f"index {i} of job {job!r} twice", "the second address would hide the first.", _TASK_HINT
+            )
+        addresses[i] = address
         if not isinstance(address, str):
             hint = f'"{job}": ["host0:12345"]'
             raise ClusterTypeError(f"address {shown(address, 80)} of {job}:{i}", "must be a string.", hint)

@@ -2,7 +2,9 @@
 
 import pytest
 
+from phalanx._src.cluster.resolvers.base import start_timeout_s
 from phalanx.cluster_resolver import ClusterResolver, ClusterSpec
+from phalanx.errors import InvalidArgumentError
 
 SPEC = ClusterSpec({"worker": ["a:1", "b:1"], "ps": ["c:1"]})
 
@@ -29,3 +31,13 @@ def test_a_resolver_of_ones_own():
 def test_the_abstract_resolver():
     with pytest.raises(TypeError, match="cluster_spec"):
         ClusterResolver()
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
+def test_time_is_finite_and_above_0(text):
+    assert start_timeout_s({"PHALANX_START_TIMEOUT_S": "60"}) == 60.0
+    message = (
+        rf"PHALANX_START_TIMEOUT_S='{text}': must be a number of seconds above 0.\nHINT: PHALANX_START_TIMEOUT_S=60"
+    )
+    with pytest.raises(InvalidArgumentError, match=message):
+        start_timeout_s({"PHALANX_START_TIMEOUT_S": text})

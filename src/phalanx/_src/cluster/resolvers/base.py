@@ -189,14 +189,14 @@ def seconds_of(environ: Mapping[str, str], name: str, default: float) -> float:
       default: time to return if the variable is not set or empty.
 
     Raises:
-      InvalidArgumentError: the variable is not a number above 0.
+      InvalidArgumentError: the variable is not a finite number above 0.
     """
     text = environ.get(name) or f"{default}"
     try:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
-    if not seconds > 0:
+    if not 0 < seconds < math.inf:
         raise InvalidArgumentError(f"{name}={text!r}", "must be a number of seconds above 0.", f"{name}=60")
     return seconds
 
