@@ -2,7 +2,6 @@
 """Resolver for the tasks of a Slurm job step, which `srun` started."""
 
 import itertools
-import os
 import re
 from collections.abc import Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
@@ -223,7 +222,7 @@ class SlurmClusterResolver(ClusterResolver):
         cluster: dict[str, list[str]] = {}
         for job, count in self._counts_of_jobs(len(places)):
             cluster[job], addresses = addresses[:count], addresses[count:]
-        environ = os.environ if self._given_environ is None else self._given_environ
+        environ = self._environ
         if self._sets_gpus and isinstance(environ, MutableMapping) and (gpus := self._own_gpus(places)):
             environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         return ClusterSpec(cluster)
