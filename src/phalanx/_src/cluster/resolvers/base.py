@@ -129,6 +129,7 @@ class ClusterResolver(ABC):
 
     def _with_layer(self, address: str, rpc_layer: str | None) -> str:
         layer = rpc_layer or self.rpc_layer
+        # A prefix without an address would look like an address.
         return f"{layer}://{address}" if layer and address else address
 
 
@@ -196,6 +197,7 @@ def seconds_of(environ: Mapping[str, str], name: str, default: float) -> float:
         seconds = float(text)
     except ValueError:
         seconds = math.nan
+    # False for NaN too, which stands for a text that is not a number.
     if not 0 < seconds < math.inf:
         raise InvalidArgumentError(f"{name}={text!r}", "must be a number of seconds above 0.", f"{name}=60")
     return seconds

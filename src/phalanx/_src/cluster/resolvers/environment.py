@@ -37,14 +37,18 @@ def resolver_of_environment(environ: Mapping[str, str] | None = None) -> Cluster
       True
     """
     variables = os.environ if environ is None else environ
+    # Even if it is empty: parsing names that mistake, and the next system in the list would hide it.
     if "TF_CONFIG" in variables or RENDEZVOUS in variables:
         return TFConfigClusterResolver(environ=environ)
+    # The script of sbatch has SLURM_PROCID too, but is no task. Only srun sets the variables of a step.
     if all(variables.get(name) for name in _SLURM_STEP):
         return SlurmClusterResolver(port_base=port_of_step(variables), environ=environ)
+    # Not by what Kubernetes sets: the pods of an indexed Job may have nothing to do with each other.
     if "PHALANX_NUM_PODS" in variables:
         return KubernetesClusterResolver(environ=environ)
     if variables.get("SM_HOSTS") and variables.get("SM_CURRENT_HOST"):
         return SageMakerClusterResolver(environ=environ)
+    # A slice of one host also has the variable, with the name localhost, and needs no cluster.
     if "," in (variables.get("TPU_PROCESS_ADDRESSES") or variables.get("TPU_WORKER_HOSTNAMES", "")):
         return TPUClusterResolver(environ=environ)
     return None

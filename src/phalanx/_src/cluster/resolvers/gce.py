@@ -12,6 +12,7 @@ from phalanx._src.cluster.resolvers.base import ClusterResolver, check_port, goo
 from phalanx._src.cluster.spec import ClusterSpec
 from phalanx.errors import ClusterSourceError, ClusterTypeError, arguments, shown
 
+# MIGRATE_ON_HOST_MAINTENANCE is not one of them: GCE moves the machine, and the process continues.
 _NOTICES = {
     ("maintenance-event", "TERMINATE_ON_HOST_MAINTENANCE"): "was notified by GCE that its host will be shut down",
     ("preempted", "TRUE"): "was notified by GCE that its machine is preempted",
@@ -100,6 +101,7 @@ class GCEClusterResolver(ClusterResolver):
           ClusterSourceError: no machine is running.
           MissingDependencyError: no service was given, and google-api-python-client is not installed.
         """
+        # Sorted, as in tf.distribute: all machines must number the tasks in the same order.
         addresses = sorted(f"{address}:{self._port}" for address in self._internal_addresses())
         if not addresses:
             subject = f"instance_group={self._group!r} in {self._zone} of {self._project}"
@@ -129,6 +131,7 @@ class GCEClusterResolver(ClusterResolver):
         while request is not None:
             page = request.execute()
             for item in page.get("items", []):
+                # One request per machine: the list has the URLs of the machines, but not their addresses.
                 name = item["instance"].rsplit("/", 1)[-1]
                 machine = service.instances().get(**place, instance=name).execute()
                 yield machine["networkInterfaces"][0]["networkIP"]

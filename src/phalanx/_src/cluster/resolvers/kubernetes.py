@@ -18,7 +18,7 @@ from phalanx._src.cluster.resolvers.base import (
 from phalanx._src.cluster.spec import MOST_TASKS, ClusterSpec, Task
 from phalanx.errors import ClusterSourceError, ClusterTypeError, arguments
 
-_LABELS = {"worker": ["job-name=tensorflow"]}
+_LABELS = {"worker": ["job-name=tensorflow"]}  # The default of tf.distribute.
 _SERVICE = "the pod template must name the headless service that gives the pods their addresses, like `subdomain`"
 _COUNT = "the pod template must set it to the number of pods, like `completions` or `replicas`"
 
@@ -121,11 +121,13 @@ class KubernetesClusterResolver(ClusterResolver):
         count = self._num_pods
         if count is None:
             count = number(self._environ, "PHALANX_NUM_PODS", _COUNT, "PHALANX_NUM_PODS=2")
+        # First: the pods of a JobSet also have the HOSTNAME and the index of an indexed Job.
         if "JOBSET_NAME" in self._environ:
             return self._pods_of_jobset(count)
         name, index = self._name_and_index()
         _check_index("JOB_COMPLETION_INDEX or the end of HOSTNAME", index, count)
         service = self._service or variable(self._environ, "PHALANX_SERVICE", _SERVICE, "PHALANX_SERVICE=trainers")
+        # Indexed Jobs and StatefulSets name pods alike. See "Job with Pod-to-Pod Communication" in the documentation of Kubernetes.
         return _Pods([f"{name}-{i}.{service}" for i in range(count)], index)
 
     def _pods_of_jobset(self, count: int) -> _Pods:
@@ -133,14 +135,18 @@ class KubernetesClusterResolver(ClusterResolver):
         name = variable(self._environ, "JOBSET_NAME", meaning, "JOBSET_NAME=train")
         job = variable(self._environ, "REPLICATED_JOB_NAME", meaning, "REPLICATED_JOB_NAME=workers")
         replicas = number(self._environ, "REPLICATED_JOB_REPLICAS", meaning, "REPLICATED_JOB_REPLICAS=1", default=1)
+        # Templates with one replica, such as those of `phalanx run --print`, need not pass its index on.
         replica = number(self._environ, "JOB_INDEX", meaning, "JOB_INDEX=0", default=0 if replicas == 1 else None)
         index = self._completion_index()
         _check_index("JOB_COMPLETION_INDEX", index, count)
         _check_index("JOB_INDEX", replica, replicas)
+        # Each of the two numbers is at most MOST_TASKS (see `number`), but their product need not be.
         if replicas * count > MOST_TASKS:
             problem = f"with PHALANX_NUM_PODS={count}, the job has more than {MOST_TASKS} pods."
             raise ClusterSourceError(f"REPLICATED_JOB_REPLICAS={replicas}", problem, "REPLICATED_JOB_REPLICAS=1")
+        # By default, JobSet makes a headless service with its own name.
         service = self._service or self._environ.get("PHALANX_SERVICE") or name
+        # The names that JobSet gives to pods: jobset-with-network.yaml of its examples.
         hosts = [f"{name}-{job}-{r}-{i}.{service}" for r in range(replicas) for i in range(count)]
         return _Pods(hosts, replica * count + index)
 
@@ -177,6 +183,7 @@ class KubernetesClusterResolver(ClusterResolver):
         for selector in selectors:
             pods = client.list_pod_for_all_namespaces(label_selector=selector).items
             for pod in sorted(pods, key=lambda pod: pod.metadata.name):
+                # A pending pod may have no address yet, and a list without it would renumber the others.
                 if pod.status.phase != "Running":
                     subject = f'Pod "{pod.metadata.name}" of {selector!r}'
                     raise ClusterSourceError(

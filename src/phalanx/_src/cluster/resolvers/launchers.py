@@ -45,6 +45,7 @@ def lone_task(environ: Mapping[str, str]) -> LoneTask | None:
                 f"{name} has started {environ[size]} processes ({size}), and this is rank {environ[rank]} ({rank})",
                 f"phalanx.MultiWorkerMirroredStrategy({resolver})",
             )
+    # Last: what `mpirun` starts in a script of sbatch has these variables too. Callers have found no step of srun.
     if environ.get("SLURM_JOB_ID") and _is_several(environ.get("SLURM_NTASKS")):
         return LoneTask(
             f"The Slurm job has {environ['SLURM_NTASKS']} tasks (SLURM_NTASKS), and srun has not started this process",

@@ -74,6 +74,7 @@ class SageMakerClusterResolver(ClusterResolver):
 
     @override
     def _find_task(self) -> Task:
+        # `_hosts` has checked that the variable is set and that the host is in the list.
         return Task("worker", self._hosts().index(self._environ["SM_CURRENT_HOST"].strip()))
 
     def _hosts(self) -> list[str]:
@@ -81,7 +82,7 @@ class SageMakerClusterResolver(ClusterResolver):
         current_host = variable(self._environ, "SM_CURRENT_HOST", _MEANING, _HINT)
         try:
             hosts = json.loads(text)
-        except (RecursionError, ValueError):
+        except (RecursionError, ValueError):  # Thousands of brackets, or no JSON.
             hosts = None
         if not isinstance(hosts, list) or not all(isinstance(host, str) for host in hosts):
             raise ClusterSourceError(f"SM_HOSTS={shown(text, 80)}", "must be a JSON list of host names.", _HINT)
@@ -89,4 +90,5 @@ class SageMakerClusterResolver(ClusterResolver):
             raise ClusterSourceError(
                 f"SM_CURRENT_HOST={current_host!r:.80}", f"is not one of SM_HOSTS={text:.200}.", _HINT
             )
+        # As in tf.distribute: the order in SM_HOSTS does not decide which host is the chief.
         return sorted(hosts)

@@ -55,6 +55,7 @@ class SimpleClusterResolver(ClusterResolver):
 
     @override
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
+        # The constructor has a `master` for this call, so it is not the address of this task, as in other resolvers.
         if task_type is None or task_id is None:
             return self._with_layer(self._master, rpc_layer)
         return super().master(task_type, task_id, rpc_layer)

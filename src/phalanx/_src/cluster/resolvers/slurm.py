@@ -15,11 +15,14 @@ from phalanx.errors import ClusterSourceError, ClusterTypeError, arguments, show
 
 _MEANING = "srun sets it for each task of a job step"
 _HINT = "srun --ntasks=2 python train.py"
+# A short text may stand for more hosts than fit into memory, and each bracket is one level of recursion.
 _MOST, _MOST_BRACKETS = 1 << 16, 16
 _PORT_BASE = 8888
 _FIRST_PORT, _PORTS = 61440, 3840
 """Ports above those that Linux gives to connections (32768 to 60999), and room for the tasks of a node."""
+# Jobs with near ids run at the same time, so the steps of a job are this far apart: 251 jobs of 15 steps have different ports.
 _PER_STEP = 251
+# The lengths are limited because `int` raises another error for thousands of digits.
 _RANGE = re.compile(r"(\d{1,18})(?:-(\d{1,18}))?")
 _COUNT = re.compile(r"(\d{1,6})(?:\(x(\d{1,6})\))?")
 
@@ -38,6 +41,7 @@ def expand_hosts(text: str) -> list[str]:
       ['login', 'gpu08', 'gpu09', 'gpu10', 'gpu12']
     """
     hosts = (host for item in _items(text) for host in _hosts_of(item, text))
+    # The generator makes one host more than are allowed, however many the text stands for.
     first = list(itertools.islice(hosts, _MOST + 1))
     if len(first) > _MOST:
         raise _bad_list(text, f"it stands for more than {_MOST} hosts")
@@ -71,6 +75,7 @@ def expand_counts(text: str) -> list[int]:
 
 def _items(text: str) -> list[str]:
     """Splits at the commas outside brackets."""
+    # A comma is inside brackets if a closing one follows before the next opening one.
     items = re.split(r",(?![^\[\]]*\])", text)
     for item in items:
         plain = re.sub(r"\[[^\[\]]*\]", "", item)
@@ -113,6 +118,7 @@ def port_of_step(environ: Mapping[str, str]) -> int:
       (61447, 61448)
     """
     job, step = step_of(environ)
+    # Not every step tells the id of its job. 8888 is the port of tf.distribute.
     if not arguments.is_number(job):
         return _PORT_BASE
     return _FIRST_PORT + (int(job) + _PER_STEP * int(step if arguments.is_number(step) else "0")) % _PORTS
@@ -142,6 +148,7 @@ def _placed(counts: list[int], distribution: str) -> list[_TaskPosition]:
     kind = distribution.partition(":")[0].lower()
     if kind.startswith("cyclic"):
         return sorted(places, key=lambda p: (p.local, p.node))
+    # By default, and with these, consecutive ranks fill one node after the other.
     if kind in ("", "*") or kind.startswith(("block", "pack", "nopack")):
         return places
     raise ClusterSourceError(
@@ -223,6 +230,7 @@ class SlurmClusterResolver(ClusterResolver):
         for job, count in self._counts_of_jobs(len(places)):
             cluster[job], addresses = addresses[:count], addresses[count:]
         environ = self._environ
+        # A question with a side effect, as in tf.distribute. The strategy asks it before JAX looks for devices.
         if self._sets_gpus and isinstance(environ, MutableMapping) and (gpus := self._own_gpus(places)):
             environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         return ClusterSpec(cluster)
@@ -302,6 +310,7 @@ class SlurmClusterResolver(ClusterResolver):
         return self._number("SLURM_GPUS_ON_NODE", default=len(self._visible_gpus())) or None
 
     def _gpus_of_task(self, places: list[_TaskPosition]) -> int:
+        # The node with the most tasks decides, so that tasks have the same number of GPUs on all nodes.
         most = max(p.local for p in places) + 1
         available = self._gpus_on_node()
         count = (available or 0) // most if self._gpus_per_task is None else self._gpus_per_task
@@ -316,6 +325,7 @@ class SlurmClusterResolver(ClusterResolver):
         # If Slurm binds GPUs to tasks, the task already sees only its own.
         if len(visible) == count:
             return visible
+        # If the environment has too few names, numbers stand for the GPUs: CUDA counts those of a node from 0.
         names = visible if len(visible) >= (local + 1) * count else [str(i) for i in range((local + 1) * count)]
         return names[local * count : (local + 1) * count]
 

@@ -59,6 +59,7 @@ class TFConfigClusterResolver(ClusterResolver):
     def master(self, task_type: str | None = None, task_id: int | None = None, rpc_layer: str | None = None) -> str:
         """Returns the `session_master` of TF_CONFIG, or the address of a task; empty if the cluster has at most one task."""
         config = self._config()
+        # As it is, without the prefix of `rpc_layer`, as in tf.distribute.
         if config.session_master is not None:
             return config.session_master
         # Missing indices count: those tasks exist, but this one need not know their addresses.
@@ -86,4 +87,5 @@ class TFConfigClusterResolver(ClusterResolver):
 
     def _config(self) -> TFConfig:
         text = self._environ.get("TF_CONFIG", "{}")
+        # Arguments go in before the text is checked, because the task in it may be incomplete without them.
         return parse_tf_config(text, task_type=self._task_type, task_id=self._task_id)

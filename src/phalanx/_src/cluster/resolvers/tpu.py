@@ -84,7 +84,7 @@ class TPUClusterResolver(ClusterResolver):
         service: Any = None,
         discovery_url: str | None = None,
         *,
-        port: int = 8482,
+        port: int = 8482,  # The coordinator port of JAX on TPUs.
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self._tpu, self._zone, self._project, self._port = tpu, zone, project, check_port(port)
@@ -125,6 +125,7 @@ class TPUClusterResolver(ClusterResolver):
     def num_accelerators(
         self, task_type: str | None = None, task_id: int | None = None, config_proto: None = None
     ) -> dict[str, int]:
+        # A process may have only some of the chips of its host, so its own bounds come first.
         names = ("TPU_CHIPS_PER_PROCESS_BOUNDS", "TPU_CHIPS_PER_HOST_BOUNDS")
         bounds = next((self._environ[n] for n in names if self._environ.get(n)), "")
         sides = bounds.split(",")
@@ -174,6 +175,7 @@ class TPUClusterResolver(ClusterResolver):
         counts = self._cores_of_hosts
         if counts is None:
             per_host = self.num_accelerators().get("TPU", 0)
+            # "local" has an empty cluster, and is one host.
             counts = [per_host] * max(len(self.cluster_spec().as_dict().get(self._job, [])), 1)
         if not all(counts):
             raise ClusterSourceError(
@@ -227,6 +229,7 @@ class TPUClusterResolver(ClusterResolver):
     def _hosts_of_environ(self) -> list[str]:
         names = ("TPU_PROCESS_ADDRESSES", "TPU_WORKER_HOSTNAMES")
         text = next((self._environ[n] for n in names if self._environ.get(n)), "")
+        # TPU_PROCESS_ADDRESSES has ports, which are those of the TPU runtime. The processes of a cluster have others.
         return [host.strip().partition(":")[0] for host in text.split(",") if host.strip()]
 
     def _hosts_of_metadata(self) -> list[str]:
@@ -234,10 +237,11 @@ class TPUClusterResolver(ClusterResolver):
         return [item.strip().rpartition(":")[2] for item in self._metadata("worker-network-endpoints").split(",")]
 
     def _with_ports(self, hosts: list[str]) -> list[str]:
+        # Several processes may run on one host. Its n-th process listens at the n-th port.
         return [f"{host}:{self._port + hosts[:i].count(host)}" for i, host in enumerate(hosts)]
 
     def _metadata(self, key: str) -> str:
-        host = self._environ.get("GCE_METADATA_IP", "metadata.google.internal")
+        host = self._environ.get("GCE_METADATA_IP", "metadata.google.internal")  # JAX reads this variable too.
         subject = f"TPUClusterResolver(tpu={self._tpu!r})"
         hint = 'TPUClusterResolver("local") for the TPUs of this machine only'
         if self._environ.get("TPU_SKIP_MDS_QUERY"):

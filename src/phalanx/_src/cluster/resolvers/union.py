@@ -51,6 +51,7 @@ class UnionResolver(ClusterResolver):
                 raise ClusterTypeError(shown(resolver, 80), "is not a ClusterResolver.", "UnionResolver(a, b)")
         self._resolvers = resolvers
         self._task_type, self._task_id = task_type, task_id
+        # Read once, unlike everything else, so that a program can set the prefix to None afterwards.
         self._rpc_layer = rpc_layer or resolvers[0].rpc_layer
 
     @override
@@ -95,6 +96,7 @@ def _merged(job: str, parts: list[list[str] | dict[int, str]]) -> list[str] | di
         return [address for part in lists for address in part]
     merged: dict[int, str] = {}
     for part in parts:
+        # A list counts as indices from 0, so it may collide with a dict. Shifting it would rename tasks that know their index.
         tasks = part if isinstance(part, dict) else dict(enumerate(part))
         if twice := sorted(merged.keys() & tasks.keys()):
             problem = f"two resolvers have it: {merged[twice[0]]!r} and {tasks[twice[0]]!r}."
