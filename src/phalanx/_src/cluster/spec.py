@@ -46,6 +46,7 @@ class ClusterSpec:
             raise ClusterTypeError(
                 f"cluster={shown(cluster, 80)}", "must be a dict of jobs or a ClusterSpec.", _CLUSTER_HINT
             )
+        # Sorted as texts: a name of another type must reach `_job_name`, whose message explains it.
         self._tasks = {_job_name(job): _addresses_of(job, cluster[job]) for job in sorted(cluster, key=str)}
 
     def as_dict(self) -> dict[str, list[str] | dict[int, str]]:
@@ -242,6 +243,7 @@ def addresses_of_workers(spec: ClusterSpec) -> list[str]:
 
 
 def _trainers(spec: ClusterSpec) -> list[Task]:
+    # This order makes the ranks. All processes compute it, each for itself, so it follows from the spec alone.
     return [Task(job, i) for job in ("chief", "worker") if job in spec.jobs for i in spec.task_indices(job)]
 
 
@@ -352,7 +354,7 @@ def _task_of(fields: dict[str, Any]) -> Task:
 
 
 def _index(subject: str, value: object) -> int:
-    if isinstance(value, str) and arguments.is_number(value):
+    if isinstance(value, str) and arguments.is_number(value):  # Keys of JSON objects are strings.
         value = int(value)
     if not arguments.is_integer(value, least=0, most=MOST_TASKS):
         raise ClusterError(subject, "an index must be an integer, 0 or more.", _TASK_HINT)

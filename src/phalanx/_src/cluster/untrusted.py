@@ -38,7 +38,7 @@ def open_data(file: Path) -> FileIO:
     opened = FileIO(file, opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK))
     status = os.fstat(opened.fileno())
     # The rest of its size are holes, which read as zeros.
-    stored = 512 * status.st_blocks
+    stored = 512 * status.st_blocks  # Blocks of 512 bytes, whatever those of the file system are: see stat(2).
     if not stat.S_ISREG(status.st_mode):
         opened.close()
         raise ValueError("it is a device or a pipe")
@@ -76,6 +76,7 @@ def opened_folder(folder: Path, below: Path | None = None, *, is_made: bool = Fa
             if is_made:
                 with contextlib.suppress(FileExistsError):
                     os.mkdir(part, dir_fd=descriptor)
+            # Another user may have put a link there since `mkdir`, or before. Only this call decides what is used.
             outer, descriptor = descriptor, os.open(part, os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=descriptor)
             os.close(outer)
         yield descriptor
@@ -105,6 +106,7 @@ def new_file(file: Path, below: Path | None = None) -> Iterator[BufferedWriter]:
                 opened.flush()
                 if mode is not None:
                     os.fchmod(opened.fileno(), mode)
+                # Before the rename, so that after a loss of power the name never stands for a file without its contents.
                 os.fsync(opened.fileno())
             # Atomic within one file system: readers find the whole file or none.
             os.replace(part, file.name, src_dir_fd=folder, dst_dir_fd=folder)
