@@ -33,8 +33,10 @@ def start_apart(arguments: Sequence[str], descriptors: Sequence[int], stdin: int
       OSError: the process cannot be started.
     """
     return subprocess.Popen(
+        # Neither modules of the current folder nor start hooks of installed packages run in it.
         [sys.executable, "-I", "-S", *arguments],
         pass_fds=descriptors,
+        # With the mark of its owner in its environment, the launcher or another guard would end it together with its owner.
         env={},
         stdin=stdin,
         stdout=subprocess.DEVNULL,
@@ -115,6 +117,7 @@ def end_marked(mark: str, folder: str = "", grace_s: float = 0.0) -> None:
     began = time.monotonic()
     while (pids := marked(mark, folder)) and (waited_s := time.monotonic() - began) < grace_s + _PATIENCE_S:
         if waited_s >= grace_s:
+            # In each turn again: a process may have started another one just before it was killed.
             for pid in pids:
                 with suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, signal.SIGKILL)
@@ -127,6 +130,7 @@ def _uses(process: Path, folder: str) -> bool:
 
 def _main(mark: str, folder: str, *groups: str) -> None:
     sys.stdin.buffer.read()
+    # First, because this works without /proc too.
     for group in groups:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(int(group), signal.SIGKILL)

@@ -46,6 +46,7 @@ class Notices(threading.Thread):
         self._told, self._ask = told, ask
         # The handler only writes to a pipe: it may interrupt a thread that holds the lock of a condition or an event.
         self._read, self._write = os.pipe()
+        # If thousands of signals fill the pipe, the handler drops one, because it must not wait.
         os.set_blocking(self._write, False)
         self._before = signal.signal(signal.SIGTERM, self._note)
         self.start()
@@ -87,6 +88,7 @@ class Notices(threading.Thread):
     def _note(self, number: int, frame: FrameType | None) -> None:
         with suppress(OSError):
             os.write(self._write, _TERM)
+        # Python has one handler per signal, so a second object passes each signal on to the first.
         earlier = getattr(self._before, "__self__", None)
         if isinstance(earlier, Notices):
             earlier._note(number, frame)

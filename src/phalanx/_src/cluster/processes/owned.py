@@ -24,6 +24,7 @@ _LONGEST_ROOT = 24
 class _FoldersHere(list[str]):
     @override
     def extend(self, folders: Iterable[str]) -> None:
+        # `ray.init` adds the folder of the script, and then the current one, by this method.
         super().extend(set(folders) & set(map(os.path.abspath, sys.path)))
 
 
@@ -80,4 +81,5 @@ class OwnedProcesses:
         """Ends the processes and removes the folder."""
         self.marked.end(grace_s)
         shutil.rmtree(self.marked.folder, ignore_errors=True)
+        # Last: if this process is killed before, the guard still ends the others.
         self._guard.release()

@@ -28,4 +28,4 @@ def note_end(path: Path, word: str) -> None:
     """Creates the file of which `has_ended` is told, with `word` in it."""
     begun = path.with_suffix(".new")
     begun.write_text(word)
-    begun.replace(path)
+    begun.replace(path)  # Atomic: whoever finds the file can read the word in it.
