@@ -14,6 +14,7 @@ Signature = Mapping[str, Sequence[str]]
 READ = "read"
 """The part of a signature of what all processes must ask for each time: a read of values of which none of them has all."""
 
+# A long message could exceed the buffer of a socket that does not block, and would be cut off.
 _LONGEST = 40
 _SHOWN_GROUPS = 4
 _NOTHING = "(none)"

@@ -35,6 +35,7 @@ class Comparison:
 
     def ask(self, signature: Signature) -> None:
         """Begins to compare a signature, cut to what fits into a message."""
+        # Before the request is sent, so that the answer to it is not cleared.
         self._is_answered.clear()
         self._difference, self.signature = None, shortened(signature)
 
@@ -56,12 +57,14 @@ class Comparison:
         # Called by the watchdog and by a main thread that asks, and only one may answer.
         with self._settling:
             members = self._members.by_rank
+            # Rank 0 sends nothing to itself, so its own state enters here.
             for message in (self._operations.report(), ComparisonRequest(self.signature)):
                 members[0].hear(message, now_s)
             requests = {rank: m.signature for rank, m in members.items() if m.signature is not None}
             if not requests:
                 return
             turn = min(members[rank].turn for rank in requests)
+            # A rank that has been inside this turn for seconds runs a program that it knows, and will not ask.
             known = [rank for rank, m in members.items() if rank not in requests and m.is_waiting(turn, now_s)]
             if len(requests) + len(known) < len(members):
                 return
@@ -82,6 +85,7 @@ class Comparison:
             difference = Difference(
                 "program", None, [(list(requests), "a new one"), (known, "one that it has run before")]
             )
+        # Reads are compared each time, so they never become known.
         if difference is None and not is_read:
             self._known |= texts
         return difference

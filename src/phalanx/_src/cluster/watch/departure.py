@@ -104,6 +104,7 @@ class Departure:
 
     def act(self, verdict: Verdict) -> None:
         """Ends this process, after a grace period in which the main thread can end it or leave the group."""
+        # If all have stalled, the verdict names nobody without whom the others could continue.
         survives = self.may_lose and not self.has_failed and bool(verdict.is_loss or verdict.still)
         if survives:
             self._wait_for_leave(verdict)
@@ -131,6 +132,7 @@ class Departure:
         write_line(f"{verdict}\n{end}\n{_stacks()}".rstrip("\n"))
         if verdict.is_loss:
             self.hold_service()
+        # Not `sys.exit`: this is not the main thread, and JAX's exit function would wait for the other processes.
         os._exit(_NO_PROGRESS)
 
     def _wait_for_leave(self, verdict: Verdict) -> None:
@@ -139,6 +141,7 @@ class Departure:
         Returns before that if the main thread does not get out of a step.
         """
         assert self._outlive is not None
+        # As a loss, so that `Watch.loss` tells the main thread, and its step raises PeerLostError.
         lost = self.verdict = replace(verdict, is_loss=True)
         if self._members.rank == 0:
             self._connections.say(VerdictReport(lost.text, is_loss=True, hint=lost.hint))
@@ -152,6 +155,7 @@ class Departure:
         leave_s = steps_s if self._operations.step else _CONNECT_S
         while not self.is_closed and self._time.clock() - inside_s < leave_s:
             self._time.sleep(min(self._tick_s, _POLL_S))
+            # Only time inside a step counts. The user's code between two steps may take any time.
             if not self._operations.depth:
                 inside_s = self._time.clock()
 

@@ -58,9 +58,11 @@ class Membership(threading.Thread):
     def __init__(self, address: str, number: int) -> None:
         super().__init__(name="phalanx-membership", daemon=True)
         self.number = number
+        # The main thread, the watchdog's and this one send, and no message may begin inside another one.
         self._saying = threading.Lock()
         self._generations: queue.SimpleQueue[meeting.Generation | meeting.Dismissal] = queue.SimpleQueue()
         self._begun, self._calls = itertools.count(), queue.SimpleQueue[int]()
+        # Before there is a watchdog, invitations have no effect. The rendezvous repeats them.
         self.changed: Callable[[str], None] = lambda reason: None
         self.generation: meeting.Generation | None = None
         self.is_trying = self.is_leaving = self.is_between_steps = False
@@ -81,6 +83,7 @@ class Membership(threading.Thread):
         self.is_late = welcome.is_late
         socket.settimeout(None)
         expect_answers(socket)
+        # The others reach this machine at the address from which it reached the rendezvous, whatever its name leads to.
         self._port = HeldPort(socket.getsockname()[0])
         self.start()
 
@@ -97,6 +100,7 @@ class Membership(threading.Thread):
           StartupError: the rendezvous has ended.
           SystemExit: this process is leaving.
         """
+        # Before the message: from then on, `accuse` must not name ranks of a generation that this process has left.
         self.generation = None
         self._say(meeting.Readiness(call, tuple(progress), variables, self._port.address))
         answer = self._next(self._generations)
@@ -104,6 +108,7 @@ class Membership(threading.Thread):
             self.is_late = True
             return None
         self.generation, self.is_late = answer, False
+        # Resolvers read it at each access, so they describe the present generation.
         os.environ["TF_CONFIG"] = answer.tf_config()
         return answer
 
@@ -173,6 +178,7 @@ def most_workers() -> int:
 def is_first() -> bool:
     """Whether this process, which is in no generation yet, will be the chief of the first one."""
     member = own()
+    # The ranks of the first generation follow the numbers.
     return member is not None and not member.is_late and member.number == 0
 
 

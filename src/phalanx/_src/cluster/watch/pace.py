@@ -14,9 +14,11 @@ from typing import final
 REPORT = "PHALANX_REPORT"
 """The environment variable with which `phalanx run --report` asks rank 0 for a table of the step times at the end."""
 
+# A report is sent once per second. Rank 0 reads those of all processes.
 _PER_REPORT = 16
 _KEPT = 4096
 _PENDING = 1024
+# A wait must exceed both, or it counts as noise: seconds, and a share of the time from step to step.
 _LEAST_S = 0.001
 _SHARE = 0.05
 
@@ -68,6 +70,7 @@ class Stopwatch:
     def begin(self, step: int, turn: int, now_s: float, *, is_step: bool) -> None:
         """Notes that an operation begins, in which all processes wait for each other."""
         if self._ended_s is not None:
+            # 0 stands for the first step, and for an operation that is not a step.
             cycle_s = now_s - self._step_s if is_step and self._step_s is not None else 0.0
             self._samples.append((step, turn, now_s - self._ended_s, cycle_s))
         self._began_s = now_s
@@ -88,6 +91,7 @@ class Stopwatch:
         samples = [self._samples.popleft() for _ in range(len(self._samples))]
         every = 1
         while len(samples) > every * _PER_REPORT:
+            # Powers of two: of two processes that keep different shares, one keeps all steps of the other.
             every *= 2
         return [sample for sample in samples if _scattered(sample[0]) < (1 << 32) // every]
 
@@ -122,6 +126,7 @@ class Paces:
                 del self._pending[int(turn)]
                 self._compare(arrivals, cycle_s)
         while len(self._pending) > _PENDING:
+            # The oldest: a process that thins out its samples more than another one never sends it.
             del self._pending[next(iter(self._pending))]
 
     def _compare(self, arrivals: Mapping[int, float], cycle_s: float) -> None:
@@ -140,6 +145,7 @@ class Paces:
             if cycles:
                 ordered, waits = sorted(cycles), self._waits[rank]
                 p99_s = ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)]
+                # Waits before an exchange between two steps count too, so there may be more of them than steps.
                 share = min(1.0, waits / self._compared) if self._compared else 0.0
                 mean_s = self._waited_s[rank] / waits if waits else 0.0
                 times.append(StepTimes(rank, statistics.median(ordered), p99_s, share, mean_s))

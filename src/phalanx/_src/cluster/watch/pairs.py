@@ -63,8 +63,8 @@ class Pairs:
         self._changed = threading.Condition()
         self._known: set[End] = set()
         self._ended: set[End] = set()
-        self._doubted: set[End] = set()
-        self._asked: set[End] = set()
+        self._doubted: set[End] = set()  # Unknown at the last look.
+        self._asked: set[End] = set()  # Those of the open question. Empty if there is none.
         self._claimed: set[End] = set()
         self._reached = 0
         self._has_lost = False
@@ -118,6 +118,7 @@ class Pairs:
         # Only rank 0 is connected with all.
         if self._rank == 0:
             self._say(message, None)
+        # Rank 0 also sends a question back to its asker, who has counted its own ends already.
         if message.asker != self._rank:
             all_ends = _ends()
             claimed = {here for here, _ in all_ends} & {*message.ends}
@@ -188,4 +189,5 @@ def _end_those_from(ends: set[End], ports: set[int]) -> None:
 
 
 def _plain(name: Sequence[str | int]) -> End:
+    # A socket for both versions of IP shows addresses of version 4 with this prefix.
     return str(name[0]).removeprefix("::ffff:"), int(name[1])

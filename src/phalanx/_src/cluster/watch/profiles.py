@@ -92,7 +92,9 @@ def write(trace: Path, rank: int, clock_s: float, folder: Path) -> None:
       folder: folder for the file.
     """
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
+    # Times of events are in microseconds.
     shift = 1e6 * clock_s - next(e["ts"] for e in events if e.get("name") == CLOCK)
+    # JAX's list ends with an empty event.
     placed = [_of_rank(event, rank, shift) for event in events if event]
     _save({"displayTimeUnit": "ms", "traceEvents": placed}, folder / f"rank_{rank}.json.gz")
 

@@ -64,6 +64,7 @@ class Operations:
         try:
             yield
         finally:
+            # As if it had failed, because a wait must not count among the operations that all processes have begun.
             self.end(is_step=is_step, has_failed=True)
 
     def report(self) -> ProgressReport:
@@ -85,11 +86,12 @@ class Connections:
     def __init__(self, sockets: Mapping[int, Socket]) -> None:
         self.streams = {rank: Connection(socket) for rank, socket in sockets.items()}
         for socket in sockets.values():
+            # A process that is stopped reads nothing. A send to it must not stop this one.
             socket.setblocking(False)
 
     def say(self, message: WatchMessage, rank: int | None = None) -> None:
         """Sends a message to one rank. None for all."""
-        data = encoded(message)
+        data = encoded(message)  # Once, because rank 0 may have thousands of connections.
         for stream in self.streams.values() if rank is None else [self.streams[rank]]:
             stream.say(data)
 
@@ -116,6 +118,7 @@ class Reporter:
 
     def __init__(self, operations: Operations, connections: Connections, paces: Paces | None) -> None:
         self._operations, self._connections, self._paces = operations, connections, paces
+        # Reentrant: a signal handler may interrupt the main thread inside `report`, and call it too.
         self._reporting = threading.RLock()
 
     def report(self, *more: WatchMessage) -> None:

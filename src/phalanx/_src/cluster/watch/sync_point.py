@@ -106,6 +106,7 @@ class SyncPoint:
         with self._changed:
             if self._is_held or self._agreed:
                 return  # They will act anyway.
+            # On rank 0, `_hold` sets it, and would do nothing if it were set already.
             self._is_held = self._rank != 0
         self.request(reason)
 
@@ -129,6 +130,7 @@ class SyncPoint:
                 case PointHold(reason):
                     self._note(reason)
                     self._is_held = True
+                    # Under the lock, so that no point is passed between the count and the hold.
                     self._say(PointCount(self._passed))
                 case PointCount(passed):
                     self._counts[rank] = passed

@@ -79,6 +79,7 @@ class Watch(threading.Thread):
         time: WatchTime | None = None,
     ) -> None:
         super().__init__(name="phalanx-watch", daemon=True)
+        # Under a short stall limit, reports must come more often, or each would be too old.
         self._time, self._tick_s = time or WatchTime(), min(_TICK_S, stall_s / 4)
         self.operations, self._connections = Operations(self._time.clock), Connections(lines)
         self._members = Members(addresses, rank, lines, stall_s, self._time.clock())
@@ -139,15 +140,18 @@ class Watch(threading.Thread):
         Returns:
           The first difference between the programs, or None if they are equal.
         """
+        # The program runs inside another one, with which it was compared.
         if self.operations.depth:
             return None
         self._comparison.ask(signature)
         with self.operations.waiting(is_step=True):
             try:
                 self._reporter.report(messages.ComparisonRequest(self._comparison.signature))
+                # Rank 0 may be the last one that asks, and need not wait for the watchdog to look.
                 self._comparison.settle(self._time.clock())
                 return self._comparison.wait(self._tick_s, lambda: self._departure.verdict is not None)
             finally:
+                # Also after Ctrl-C, so that the others do not compare with a program that is not about to run.
                 self._comparison.signature = None
                 self._connections.say(messages.ComparisonRequest(None))
 
@@ -173,6 +177,7 @@ class Watch(threading.Thread):
         """Returns the verdict text if a process has died, otherwise None. Waits up to `wait_s` seconds for a verdict."""
         departure = self._departure
         if wait_s and departure.verdict is None:
+            # Rank 0 needs it to judge a process that has ended its program. See `judge_failure`.
             self.operations.has_lost_step = True
             self._reporter.report()
         if wait_s and departure.is_told.wait(wait_s) and departure.verdict and not departure.verdict.is_loss:
@@ -212,6 +217,7 @@ class Watch(threading.Thread):
 
     def fail(self, end: str) -> None:
         """Announces that this process is about to end because of the error that `end` describes."""
+        # First: the others end because of this failure, and this process must not blame them for it.
         self._departure.has_failed = True
         self._reporter.report(messages.FailureReport(end))
         self._connections.hang_up()
@@ -261,6 +267,8 @@ class Watch(threading.Thread):
                 if now_s >= judge_s:
                     judge_s = now_s + min(_JUDGE_S, self._tick_s)
                     self._comparison.settle(now_s)
+                    # By the time before the wait: a process that was stopped has only now read what the others sent in that time.
+                    # Rank 0 may have sent its verdict already.
                     departure.verdict = departure.verdict or self._members.judge(began_s, may_lose=departure.may_lose)
                 yield
         if departure.verdict is not None and not departure.is_closed:
