@@ -2,6 +2,7 @@
 
 import subprocess
 import traceback
+from dataclasses import replace
 
 import pytest
 
@@ -81,7 +82,7 @@ SAID = "\nPhalanx: rank {} (host:1) is stuck after step 7; rank 0 (host:0) has b
 def test_report_of_a_stall():
     """All end because one stands still: it is named, with its own lines, whoever ended first."""
     first = Ending("worker 0", 75, 9.1, last=lines("mine" + SAID.format(1)))
-    stopped = Ending("worker 1", -9, 9.4, is_told=True, is_stopped=True, last=lines("its own"))
+    stopped = Ending("worker 1", -9, 9.4, is_told=True, is_stopped=True, rank=1, last=lines("its own"))
     outcome = Outcome((first, stopped))
     assert (outcome.culprit, outcome.exit_code) == (stopped, 75)
     assert report(outcome) == (
@@ -95,19 +96,31 @@ def test_report_of_a_stall():
 def test_killed_process_that_ends_after_the_one_that_names_it():
     """The exit code is that of the process that is named, although another one ended before it."""
     said = "Phalanx: rank 1 (host:1) exited without an error message (killed or crashed)."
-    outcome = Outcome((Ending("worker 0", 1, 7.3, last=lines(said)), Ending("worker 1", -9, 7.4)))
+    outcome = Outcome((Ending("worker 0", 1, 7.3, last=lines(said)), Ending("worker 1", -9, 7.4, rank=1)))
     assert (outcome.culprit.name, outcome.exit_code) == ("worker 1", 137)
     # One that has not failed by itself has no such code.
-    assert Outcome((outcome.endings[0], Ending("worker 1", 0, 7.4))).exit_code == 1
+    assert Outcome((outcome.endings[0], Ending("worker 1", 0, 7.4, rank=1))).exit_code == 1
 
 
 def test_last_verdict_counts():
     """The verdict of who failed first, and the last one; one of another cluster's ranks names nobody."""
     ends = [("worker 0", 75, 9.2, 2), ("worker 1", 75, 9.1, 0), ("worker 2", 75, 9.3, 1)]
-    named = [Ending(*of, last=lines(SAID.format(2) + SAID.format(rank))) for *of, rank in ends]
+    named = [
+        Ending(*of, rank=own, last=lines(SAID.format(2) + SAID.format(rank))) for own, (*of, rank) in enumerate(ends)
+    ]
     assert Outcome(tuple(named)).culprit.name == "worker 0"
-    stranger = Ending("worker 0", 75, 9.1, last=lines(SAID.format(1)))
+    stranger = Ending("worker 0", 75, 9.1, rank=0, last=lines(SAID.format(1)))
     assert Outcome((stranger,)).culprit is stranger
+
+
+def test_verdict_on_a_process_of_another_machine():
+    """The second machine has the ranks 2 and 3, and another launcher reports the process that rank 2 misses."""
+    first = Ending("worker 2", 75, 9.1, rank=2, last=lines(SAID.format(1)))
+    told = Ending("worker 3", -15, 9.2, is_told=True, rank=3, last=lines("its own"))
+    outcome = Outcome((first, told))
+    assert outcome.culprit is first
+    assert report(outcome).startswith("worker 2 failed first: it exited with code 75 (it saw no progress)")
+    assert Outcome((replace(first, last=lines(SAID.format(3))), told)).culprit is told
 
 
 def test_few_lines_are_shown():

@@ -38,6 +38,7 @@ class Ending:
       is_told: whether the launcher had told it to end.
       is_stopped: whether it was stopped by SIGSTOP when it was asked to end.
       is_survived: whether the others continued without it.
+      rank: its rank among the processes that trained together last. None if it was not one of them.
       last: its last lines of output.
     """
 
@@ -47,6 +48,7 @@ class Ending:
     is_told: bool = False
     is_stopped: bool = False
     is_survived: bool = False
+    rank: int | None = None
     last: tuple[KeptLine, ...] = ()
 
     @property
@@ -65,7 +67,7 @@ class Outcome:
     """The end of a group of processes.
 
     Args:
-      endings: the endings of all processes that train, by rank.
+      endings: the endings of the processes of this launcher that train.
       signal: the signal that ended the launcher, or None.
       evaluator: the last ending of the evaluator, if there is one.
       unfinished: why the training has ended before its end, if that was not the failure of one of the processes.
@@ -95,12 +97,16 @@ class Outcome:
     def verdict(self) -> re.Match[str] | None:
         """The watchdog message of the process that failed first, if it names a process of this group."""
         verdict = self.first_failure and self.first_failure.verdict
-        return verdict if verdict and int(verdict["rank"]) < len(self.endings) else None
+        return verdict if verdict and self._ending_of(verdict) else None
 
     @property
     def culprit(self) -> Ending | None:
         """The process that the watchdog named, or else the process that failed first."""
-        return self.endings[int(self.verdict["rank"])] if self.verdict else self.first_failure
+        return self._ending_of(self.verdict) if self.verdict else self.first_failure
+
+    def _ending_of(self, verdict: re.Match[str]) -> Ending | None:
+        # In an elastic group on several machines, the rank may be that of a process of another launcher.
+        return next((e for e in self.endings if e.rank == int(verdict["rank"])), None)
 
     @property
     def exit_code(self) -> int:

@@ -133,6 +133,7 @@ class WorkerProcess(AbstractWorkerProcess):
             self._after_s or 0.0,
             is_told=self._is_told,
             is_stopped=self._is_stopped,
+            rank=self.spec.task.index,
             last=tuple(self._kept),
         )
 

@@ -158,7 +158,8 @@ class RayProcess(AbstractWorkerProcess):
 
     @override
     def ending(self) -> Ending:
-        return Ending(self.spec.name, self._code or 0, self._after_s, is_told=self._is_told, last=tuple(self._kept))
+        rank, last = self.spec.task.index, tuple(self._kept)
+        return Ending(self.spec.name, self._code or 0, self._after_s, is_told=self._is_told, rank=rank, last=last)
 
     def _send(self, number: int) -> None:
         if self._pid is None:

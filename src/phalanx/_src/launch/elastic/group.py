@@ -143,12 +143,16 @@ class ElasticGroup(Group):
 
     @override
     def endings(self) -> tuple[Ending, ...]:
-        """Returns how the processes ended, by rank in the last generation, and then those that were not in it."""
+        """Returns how the processes ended, with their ranks in the last generation."""
         ranks = {number: rank for rank, number in enumerate(self._standing.members)}
-        places = sorted(self._places, key=lambda place: ranks.get(place.spec.task.index, len(ranks)))
         fatal = self._fatal()
         return tuple(
-            replace(place.process.ending(), is_survived=place.is_lost and place not in fatal) for place in places
+            replace(
+                place.process.ending(),
+                is_survived=place.is_lost and place not in fatal,
+                rank=ranks.get(place.spec.task.index),
+            )
+            for place in self._places
         )
 
     def _fatal(self) -> list[_Place]:
