@@ -59,6 +59,7 @@ class EvaluatorProcess:
 
     def __init__(self, relay: Relay, grace_s: float, patience: Patience, say: Callable[[str], None]) -> None:
         self._relay, self._grace_s, self._patience, self._say = relay, grace_s, patience, say
+        # Other users may write into this folder too, and must not guess the name.
         self._ended = Path(tempfile.gettempdir(), f"phalanx-{secrets.token_hex(16)}.ended")
         self._spec: ProcessSpec | None = None
         self._group: Group | None = None
@@ -87,6 +88,7 @@ class EvaluatorProcess:
         elif self._relay.is_interrupted:
             self._group.tell()
         elif self._group.has_failed:
+            # What the process has started must not run at the same time as its successor.
             self._group.end(0.0)
             (ending,) = self._group.endings()
             self._group = None
@@ -96,6 +98,7 @@ class EvaluatorProcess:
         """Tells the process that the training has ended, waits for it after a success, and ends it."""
         if self._spec is None:
             return
+        # Before the wait, because a program that follows the training ends by this file.
         note_end(self._ended, "succeeded" if is_success else "failed")
         if is_success and self._is_busy:
             self._wait(self._spec.name)

@@ -68,6 +68,7 @@ class Group:
           StartupError: a process cannot be started.
         """
         for spec in self._specs:
+            # If one cannot be started, `end` finds those before it here.
             self._workers.append(self._started(spec))
         # The guard only matters if this process is killed, so the workers can run without it.
         with suppress(OSError):
@@ -139,6 +140,7 @@ class Group:
         started_s = moved_s = time.monotonic()
         while streams := self._open_streams():
             has_moved = any(stream in streams for stream in self._relay.pass_output(TICK_S))
+            # While a slow reader keeps the sink full, nothing is read, although more may be in the pipes.
             if has_moved or self._relay.sink.is_full:
                 moved_s = time.monotonic()
             if self._relay.is_too_late(started_s, patience_s) or time.monotonic() - moved_s > _DRAIN_S:

@@ -30,8 +30,10 @@ class KeptProcesses:
 
     def announce_to(self, specs: Sequence[ProcessSpec]) -> list[ProcessSpec]:
         """Returns the processes to start. A process that trains alone gets the folder of the kept processes in its environment."""
+        # Several processes train together, and none of them coordinates parameter servers.
         if not self._is_wanted or len(specs) != 1:
             return list(specs)
+        # One folder for all starts: a script finds the processes of the start before it by their folder.
         self._owned = self._owned or OwnedProcesses()
         variables = {SERVERS_FOLDER: self._owned.marked.folder}
         return [replace(spec, environment={**spec.environment, **variables}) for spec in specs]

@@ -174,6 +174,7 @@ def signal_name(number: int) -> str:
 
 def stack_of(lines: Sequence[KeptLine]) -> list[str]:
     """Returns the lines of the last Python stack and of its causes; empty if there is none."""
+    # Python writes stacks on the error stream. Lines of the other stream may stand between those of a stack.
     for is_error in (True, False):
         texts = [line.text for line in lines if line.is_error is is_error]
         if (start := _start_of_stack(texts)) is not None:
@@ -203,6 +204,7 @@ def _start_of_stack(texts: list[str]) -> int | None:
     threads = [i for i, text in enumerate(texts) if _THREAD.match(text)]
     if crashes:
         return crashes[-1]
+    # If the stacks of all threads follow an exception, the process survived it, and the watchdog ended it later.
     if raised and (not threads or raised[-1] > threads[-1]):
         return _start_of_chain(texts, raised)
     return threads[0] if threads else None

@@ -32,6 +32,7 @@ class Lines:
         """Returns the lines that `data` completes. Lines of more than 1 MiB are returned in pieces."""
         ends = b"\n" in data or b"\r" in data or self._begun.endswith(b"\r")
         self._begun += data
+        # A line that arrives in many pieces must not be copied and split with each of them.
         if not ends and len(self._begun) < _LONGEST_LINE_BYTES:
             return []
         # A carriage return at the end may be the first half of `\r\n`.
@@ -93,6 +94,7 @@ class Stream:
         return self._pass(self._lines.rest())
 
     def _pass(self, lines: list[bytes]) -> bytes:
+        # The queue would drop the lines before, so they need not be decoded.
         for line in lines[-_KEPT_LINES:]:
             # A character takes at most four bytes in UTF-8.
             text = line[: 4 * _KEPT_LINE_CHARS].decode(errors="replace")[:_KEPT_LINE_CHARS]
@@ -140,7 +142,7 @@ class Sink:
                 # A pipe that is ready accepts PIPE_BUF bytes without blocking.
                 written = os.write(self.fd, self._waiting[: select.PIPE_BUF])
                 del self._waiting[:written]
-        except BlockingIOError:
+        except BlockingIOError:  # Another process has made the descriptor non-blocking.
             return
         except OSError as error:
             self.error = error
@@ -149,6 +151,7 @@ class Sink:
 
 def wait(readers: Iterable[int], writers: Iterable[int], *, timeout_s: float) -> set[int]:
     """Returns the file descriptors that are ready. The set may be empty after `timeout_s` seconds."""
+    # Not `select`, which takes no descriptors above 1023.
     poll = select.poll()
     for fd in readers:
         poll.register(fd, select.POLLIN)

@@ -159,6 +159,7 @@ class Machine:
     @classmethod
     def this(cls, environment: Mapping[str, str]) -> Self:
         """Returns this machine, with the GPUs that the environment makes visible to JAX."""
+        # Slurm binds a task to some of the cores of its node.
         cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
         return cls(cores, _visible_gpus(environment))
 
@@ -221,6 +222,7 @@ def plan(
     hosts = hosts or [LOOPBACK] * len(ports)
     spec = ClusterSpec({JOB: [f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)]})
     devices = _device_settings(request, machine, environment)
+    # The user's CUDA_VISIBLE_DEVICES names the GPUs of all workers, so here the share of each wins.
     settings = [({**device, **environment, **_gpus_of(device)}, Task(JOB, rank)) for rank, device in enumerate(devices)]
     if request.evaluator:
         settings.append((_evaluator_settings(request, machine, environment), EVALUATOR))
@@ -270,6 +272,7 @@ def _evaluator_settings(request: Request, machine: Machine, environment: Mapping
     if left := machine.gpus[sum(map(len, shares)) :]:
         return {**environment, "CUDA_VISIBLE_DEVICES": left[0]}
     threads = thread_pool(1, machine.cores, request.processes)
+    # Otherwise the evaluator would use a GPU that a worker has.
     no_gpu = {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": ""} if machine.gpus else {}
     return {"NPROC": str(threads), **environment, **no_gpu, "PHALANX_CPU_DEVICES": "1"}
 
@@ -308,6 +311,7 @@ def _visible_gpus(environment: Mapping[str, str]) -> tuple[str, ...]:
     platforms = environment.get("JAX_PLATFORMS") or "cuda"
     if not {"cuda", "gpu"} & set(platforms.split(",")):
         return ()
+    # Set and empty, it hides all GPUs.
     if (chosen := environment.get("CUDA_VISIBLE_DEVICES")) is not None:
         return tuple(name.strip() for name in chosen.split(",") if name.strip() not in ("", "-1", "NoDevFiles"))
     numbers = [path.name.removeprefix("nvidia") for path in Path("/dev").glob("nvidia[0-9]*")]

@@ -79,7 +79,7 @@ class WorkerProcess(AbstractWorkerProcess):
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            bufsize=0,
+            bufsize=0,  # `poll` would not see what Python has read ahead.
             start_new_session=True,
         )
         assert self._process.stdout
@@ -107,6 +107,7 @@ class WorkerProcess(AbstractWorkerProcess):
     @override
     def is_alive(self) -> bool:
         if self._after_s is None and self._process.poll() is not None:
+            # The order of these times decides who failed first. SIGCHLD wakes the launcher, so they are close to the ends.
             self._after_s = time.monotonic() - self._started_s
         return self._after_s is None
 

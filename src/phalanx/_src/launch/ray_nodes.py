@@ -70,6 +70,7 @@ class NodeHost:
         """
         with suppress(OSError):
             os.chdir(folder)
+        # Python may have another path on this node than on that of the launcher.
         spec = replace(
             spec, argv=(sys.executable, *spec.argv[1:]), environment=environment_on_node(os.environ, spec.environment)
         )
@@ -81,6 +82,7 @@ class NodeHost:
     def read(self) -> list[tuple[bool, bytes]] | int:
         """Waits for output. Returns pieces of it, each with whether it is of the error stream; at the end, the exit code."""
         while True:
+            # Before the pipes: all that the process wrote before its end is in them then, and nothing is lost.
             has_ended = not self._process.is_alive
             open_streams = {stream.fileno: stream for stream in self._process.streams if stream.is_open}
             pieces = []
@@ -183,6 +185,7 @@ class RayProcess(AbstractWorkerProcess):
                 why = f"{error}".strip().partition("\n")[0]
                 self._write(f"Phalanx: Ray has no process for {self.spec.name}: {why}\n".encode(), is_error=True)
         finally:
+            # Before the code, by which the main thread sees that the process has ended.
             self._after_s = time.monotonic() - self._started_s
             self._code = code
             for end in self._ends:
@@ -241,6 +244,7 @@ class RayNodes:
         cores = cores_per_worker([int(node["CPU"]) for node in nodes if node.get("CPU")], self._request.workers)
         gpus = self._gpus_per_worker(int(sum(node.get("GPU", 0) for node in nodes)))
         workers = self._request.workers
+        # As if all places were one machine, which `plan` divides. Workers keep the CUDA_VISIBLE_DEVICES of their actors.
         self._machine = Machine(cores * workers, tuple(map(str, range(gpus * workers))))
         self._resources = {"num_cpus": cores, "num_gpus": gpus}
         place = {"CPU": cores, **({"GPU": gpus} if gpus else {})}

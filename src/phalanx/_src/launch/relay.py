@@ -10,6 +10,7 @@ from phalanx._src.launch.output import Sink, Stream, wait
 from phalanx._src.launch.signals import Signals
 from phalanx.errors import PhalanxError
 
+# Output and signals end a wait at once. What only time brings, such as the next start of an evaluator, may be this late.
 TICK_S, LONGEST_WAIT_S = 0.05, 1.0
 
 
@@ -33,6 +34,7 @@ class Relay:
 
     def add(self, streams: Iterable[Stream]) -> None:
         """Forwards these streams too, until they end."""
+        # Each restart adds streams, so those that have ended must go.
         self._streams = [*(stream for stream in self._streams if stream.is_open), *streams]
 
     def pass_output(self, timeout_s: float) -> list[Stream]:

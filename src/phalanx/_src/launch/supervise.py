@@ -92,6 +92,7 @@ def run_group(
                         break
                     say(f"The group starts again: {restart + 1} of {max_restarts}.")
             evaluator.finish(is_success=outcome.exit_code == 0)
+            # Once more: a signal may have arrived while the evaluator had time to finish.
             outcome = replace(outcome, signal=relay.ending_signal(), evaluator=evaluator.ending)
     if outcome.is_success and (failed := outcome.failed_evaluator):
         say(f"The workers have succeeded, but {failed.name} {in_words(failed.code)}.")

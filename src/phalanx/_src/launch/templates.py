@@ -11,9 +11,11 @@ from pathlib import Path, PurePath
 
 from phalanx._src.launch.plan import Request, thread_pool
 
+# As many as the threads that XLA needs per device. See `thread_pool`.
 _CORES_PER_DEVICE = 2
 _FOLDER = Path(__file__).with_name("job_files")
 _PLACE = re.compile(r"^([ ]*)<([a-z_]+)>\n|<([a-z_]+)>", re.MULTILINE)
+# The limit of a Job counts the failures of all its pods together, until the training ends.
 _POD_RESTARTS = 100
 # Each is shorter than the time from SIGTERM to SIGKILL: KillWait of Slurm (30 s by default), and that of the pods.
 _SLURM_GRACE_S, _POD_GRACE_S = 25, 100
