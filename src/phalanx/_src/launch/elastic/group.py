@@ -82,7 +82,9 @@ class ElasticGroup(Group):
             if machines.index
             else Rendezvous(least, environment, self._kill, say, machines)
         )
+        # Each machine has the same number of processes (`Machines.share`), so their numbers follow from its index.
         self._first, self._most = machines.index * len(specs), machines.count * len(specs)
+        # All count as running before they are started, so that the first generation waits for them.
         self._report = LauncherReport(tuple(range(self._first, self._first + len(specs))), len(specs))
         # Last: nobody would remove the folder of a group that could not be made, because its first machine is gone.
         self._compiled = tempfile.TemporaryDirectory(prefix="phalanx-compiled-", ignore_cleanup_errors=True)
@@ -91,12 +93,14 @@ class ElasticGroup(Group):
     @override
     def is_alive(self) -> bool:
         is_due = any(place.due_s is not None for place in self._places)
+        # This launcher may hold the rendezvous of processes that still run on other machines.
         return super().is_alive or is_due or (not self._first and self._standing.is_needed)
 
     @property
     @override
     def has_failed(self) -> bool:
         """Whether nobody is left who trains: the training has ended, or is lost, or has too few processes for good."""
+        # A failure before the first generation is an error of the script, which would come again at each start.
         if not self._standing.members and super().has_failed:
             return True
         if self._standing.gone is not None:
@@ -117,6 +121,7 @@ class ElasticGroup(Group):
         self._is_ending = True
         # If the group has no hope, the reason is known, and JAX may abort the workers while they wait for others.
         super().end(grace_s, 0.0 if self._standing.hopeless else word_s)
+        # After the processes, which would report its end as an error while they wait for a generation.
         self._rendezvous.end()
         self._compiled.cleanup()
 
@@ -130,6 +135,7 @@ class ElasticGroup(Group):
         """Returns the environment in which a group of a size that has been there before does not compile its programs again."""
         return {
             "JAX_COMPILATION_CACHE_DIR": self._compiled.name,
+            # By default, JAX stores only programs whose compilation takes 1 s or more.
             "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
             "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
         }

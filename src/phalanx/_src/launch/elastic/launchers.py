@@ -92,7 +92,7 @@ class Launchers:
 
     def knows(self, machine: object) -> TypeGuard[int]:
         """Returns whether a value is the index of another machine."""
-        return type(machine) is int and 0 < machine < len(self._all)
+        return type(machine) is int and 0 < machine < len(self._all)  # For Python, `true` of JSON is an integer.
 
     def connect(self, machine: int, peer: Connection) -> None:
         """Takes the connection of a launcher, which may have had another one before."""
@@ -131,6 +131,7 @@ class Launchers:
     def tell(self, status: GroupStatus) -> None:
         """Sends the launchers of other machines a status, unless they have it."""
         for launcher in self._all:
+            # Called at each turn of the rendezvous, several times per second.
             if launcher.peer and launcher.sent_status != status:
                 launcher.sent_status = status
                 launcher.peer.say(status)

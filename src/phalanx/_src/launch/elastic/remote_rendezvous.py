@@ -48,7 +48,7 @@ class RemoteRendezvous(threading.Thread):
 
     def report(self, report: LauncherReport) -> GroupStatus:
         """See `Rendezvous.report`."""
-        if report != self._told:
+        if report != self._told:  # Called at each turn of the launcher.
             self._told = report
             self._connection.say(report)
         return self._standing
@@ -56,6 +56,7 @@ class RemoteRendezvous(threading.Thread):
     def end(self) -> None:
         """Ends the connection."""
         cut(self._connection.socket)
+        # The end of the connection ends the loop of `run`.
         self.join()
 
     @override

@@ -261,6 +261,7 @@ class Rendezvous(threading.Thread):
         survivors, now_s = self._survivors(), self._clock()
         newcomers = [m for m in self._members.values() if m.ready and m.generation == 0]
         if not self.generation:
+            # 0 is this machine, whose launcher makes its first report in a moment.
             if awaited := [f"{index}" for index in self._launchers.missing if index]:
                 self._say_once(f"Waiting for phalanx run on the machines of these tasks: {', '.join(awaited)}.")
             are_all_there = (
@@ -284,6 +285,7 @@ class Rendezvous(threading.Thread):
             self._wake(missing, now_s)
         elif all(m.ready.progress[0] < 0 for m in came if m.ready):
             self._end_all("no process that has the variables is left")
+        # Once a process has finished, none is started any more, so the others continue with fewer than the minimum.
         elif len(came) + len(newcomers) >= self._least or self._launchers.has_finished:
             self._form(came, sorted(newcomers, key=lambda m: m.number))
         elif not self._launchers.hopeless(self._least):
@@ -303,6 +305,7 @@ class Rendezvous(threading.Thread):
         """Ends processes that answer nothing, while others wait for them: they are stopped, or their machine is."""
         assert self._pending_s is not None
         for member in missing:
+            # Processes that train say nothing here, so silence counts from the first Ping.
             silent_s = now_s - max(member.heard_s, self._pending_s)
             if silent_s > _SILENCE_S:
                 self._launchers.kill(
@@ -312,6 +315,7 @@ class Rendezvous(threading.Thread):
                 member.peer.say(meeting.Ping())
 
     def _form(self, survivors: list[_Member], newcomers: list[_Member]) -> None:
+        # Survivors come first and keep their order, so that the chief stays the chief unless it is lost.
         members = survivors + newcomers
         try:
             service = self._service.start([host_of_other(m.peer.socket) for m in members])
@@ -320,6 +324,7 @@ class Rendezvous(threading.Thread):
             return
         self._generation = _Generation(self.generation + 1, tuple(m.number for m in members))
         readies = [m.ready for m in members if m.ready]
+        # Variables come from a survivor. The first generation has none, and then rank 0 counts as the source.
         progress = [ready.progress for ready in readies[: len(survivors)]]
         source = progress.index(max(progress)) if progress else 0
         call, addresses = members[0].call, tuple(ready.address for ready in readies)

@@ -26,11 +26,14 @@ class Service:
         # Other users can enter no folder that is made by this function.
         self._folder = tempfile.TemporaryDirectory(prefix="phalanx-service-", dir=short_folder())
         self._process = subprocess.Popen(
+            # -P: nothing is imported from the current folder, which may be another user's.
             [sys.executable, "-P", "-m", "phalanx._src.runtime.coordination"],
             env={**environment, "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "2"},
+            # If the launcher is killed, the service ends with its input.
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            # Ctrl-C in the terminal reaches the launcher alone, whose workers need the service until they have ended.
             start_new_session=True,
         )
 
