@@ -186,5 +186,6 @@ def test_system_metadata_of_an_unknown_system():
     resolver = TPUClusterResolver("local", environ={})
     with pytest.raises(ClusterSourceError, match="TPU_CHIPS_PER_HOST_BOUNDS are not set, and no topology was recorded"):
         resolver.get_tpu_system_metadata()
-    with pytest.raises(ClusterTypeError, match="serialized_tpu_topology=b'x': must be a serialized Topology"):
-        resolver.set_tpu_topology(b"x")
+    for text in (b"x", b'{"device_coordinates": []}'):
+        with pytest.raises(ClusterTypeError, match="serialized_tpu_topology=b'.*': must be a serialized Topology"):
+            resolver.set_tpu_topology(text)

@@ -157,7 +157,8 @@ class TPUClusterResolver(ClusterResolver):
           ClusterTypeError: the argument is not a serialized topology.
         """
         try:
-            counts = [len(task) for task in json.loads(serialized_tpu_topology)["device_coordinates"]]
+            if not (counts := [len(task) for task in json.loads(serialized_tpu_topology)["device_coordinates"]]):
+                raise ValueError("a topology has at least one host")
         except (TypeError, ValueError, KeyError, RecursionError) as e:
             raise ClusterTypeError(
                 f"serialized_tpu_topology={shown(serialized_tpu_topology)}",
