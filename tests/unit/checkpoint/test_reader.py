@@ -291,6 +291,17 @@ def test_exports_can_be_loaded(folder, tmp_path, kernel):
     assert arrays["half"].dtype == ml_dtypes.bfloat16
 
 
+@pytest.mark.parametrize("key", ["_a", "a/b", "save", "model~1", ""])
+def test_models_of_any_name_are_exported(tmp_path, key):
+    """With their weights. The root of a checkpoint may be a dict of models, or contain lists of them."""
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+    model.set_weights([np.full((2, 1), 7.0), np.ones(1)])
+    path = Checkpoint({key: [model]}, model=keras.Variable(1)).write(tmp_path / "a")
+    (name,) = load_checkpoint(path).models
+    assert COMMANDS["export"](path, str(tmp_path / "m.keras"), name) == 0
+    np.testing.assert_array_equal(keras.saving.load_model(tmp_path / "m.keras").get_weights()[0], [[7.0], [7.0]])
+
+
 @pytest.mark.parametrize(
     ("output", "name", "message"),
     [

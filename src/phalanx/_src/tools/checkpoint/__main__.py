@@ -19,8 +19,10 @@ import numpy as np
 from phalanx._src.checkpoint.checkpoint import Checkpoint
 from phalanx._src.checkpoint.manager import latest_checkpoint, numbered
 from phalanx._src.checkpoint.reader import CheckpointReader, load_checkpoint
+from phalanx._src.checkpoint.restoration import Restoration
 from phalanx._src.checkpoint.shards import size_on_disk
-from phalanx._src.checkpoint.store import export_arrays
+from phalanx._src.checkpoint.status import CheckpointStatus
+from phalanx._src.checkpoint.store import CheckpointFile, export_arrays
 from phalanx._src.cluster.untrusted import new_file
 from phalanx._src.launch.tables import print_table
 from phalanx.errors import CheckpointError, InvalidArgumentError, PhalanxError, arguments
@@ -186,7 +188,12 @@ def _export_model(call: str, path: str, reader: CheckpointReader, file: Path, na
             f"Keras cannot create the model {chosen!r} from its configuration: {e}",
             "run it where the module of your layers can be imported; or in your program: checkpoint.restore(path), model.save(file)",
         ) from e
-    Checkpoint(**{chosen: model}).read(latest_checkpoint(path) or path).assert_existing_objects_matched()
+    checkpoint, stored = Checkpoint(model=model), CheckpointFile(latest_checkpoint(path) or path)
+    # As an alias, because `chosen` may be a name that no argument of `Checkpoint` can have: a key such as "save", or a path.
+    stored.notes["aliases"]["model"] = chosen
+    restoration = Restoration(checkpoint, stored)
+    restoration.begin()
+    CheckpointStatus(restoration, checkpoint).assert_existing_objects_matched()
     with tempfile.TemporaryDirectory() as folder:
         model.save(saved := Path(folder) / file.name)
         with saved.open("rb") as complete, new_file(file) as opened:
