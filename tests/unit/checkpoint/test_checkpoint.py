@@ -133,6 +133,15 @@ def test_names_of_methods_are_refused(name):
         Checkpoint(**{name: keras.Variable(1)})
 
 
+@pytest.mark.parametrize(("name", "hint"), [("_weights", "weights"), ("_path", "path"), ("__", "objects")])
+def test_private_names_are_refused(name, hint):
+    """Attributes with such names are not saved, and some belong to the checkpoint itself."""
+    with pytest.raises(
+        InvalidArgumentError, match=rf"Checkpoint\({name}=...\): .*underscore.*\nHINT: Checkpoint\({hint}="
+    ):
+        Checkpoint(**{name: keras.Variable(1)})
+
+
 def test_wrong_arguments_are_refused(tmp_path):
     """Paths, options and flags."""
     checkpoint = Checkpoint(step=keras.Variable(0))

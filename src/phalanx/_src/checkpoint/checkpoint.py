@@ -104,7 +104,7 @@ class Checkpoint(Holder):
         text; NumPy generators; objects with `get_state()` and `set_state(state)`; and containers and pytrees of these.
 
     Raises:
-      InvalidArgumentError: the name of an object is that of a method.
+      InvalidArgumentError: the name of an object is that of a method, or begins with an underscore.
       MissingDependencyError: the library that writes the files is not installed.
 
     Source: tf.train.Checkpoint.
@@ -123,6 +123,12 @@ class Checkpoint(Holder):
     """
 
     def __init__(self, root: Any = None, **objects: Any) -> None:
+        if private := [name for name in objects if name.startswith("_")]:
+            raise InvalidArgumentError(
+                f"Checkpoint({private[0]}=...)",
+                "attributes whose names begin with an underscore are not saved.",
+                f"Checkpoint({private[0].strip('_') or 'objects'}=...)",
+            )
         taken = sorted(name for name in objects if hasattr(type(self), name))
         if taken:
             raise InvalidArgumentError(
