@@ -4,6 +4,7 @@ import itertools
 import re
 
 import jax
+import keras
 import numpy as np
 import pytest
 from hypothesis import given
@@ -14,6 +15,7 @@ from phalanx._src.checkpoint import shards
 from phalanx._src.checkpoint.shards import Division, box_of, delete, name_of, pieces_here
 from phalanx._src.checkpoint.store import CheckpointFile, sum_of_contents, write
 from phalanx._src.mesh.topology import Topology
+from phalanx._src.programs.slots import parted, slot_of
 from phalanx.errors import CheckpointError
 
 NOTES = {"values": {}, "names": {}, "aliases": {}}
@@ -80,6 +82,18 @@ def test_first_device_with_a_piece_writes_it():
     here = pieces_here("a", array, division)
     np.testing.assert_array_equal(here["a@4:8"], [4, 5, 6, 7])
     assert sorted(here) == ["a@0:4", "a@4:8"]
+
+
+def test_step_after_a_save_consumes_its_variables():
+    """Although their shards were read. Shards that the user has read stay."""
+    mesh = Topology.of(2).mesh
+    arrays = [jax.device_put(np.arange(8.0), NamedSharding(mesh, PartitionSpec("replica"))) for _ in range(2)]
+    slot_of(keras.Variable(0.0)).store(arrays[0], None)  # From now on, reads of shards are recorded.
+    mine = arrays[1].addressable_shards
+    for array in arrays:
+        pieces_here("a", array, Division.of(array))
+    assert [parted.get(array) for array in arrays] == [None, True]
+    assert len(mine) == 2
 
 
 @pytest.fixture

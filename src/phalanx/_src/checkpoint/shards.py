@@ -18,6 +18,7 @@ import numpy as np
 
 from phalanx._src.checkpoint import text
 from phalanx._src.cluster.untrusted import opened_folder
+from phalanx._src.programs.slots import parted
 
 _PIECE = re.compile(r"\d{5}\.safetensors|\.\d{5}\.safetensors\.\w+\.part")
 _SUFFIX = ".shards"
@@ -139,8 +140,13 @@ class Division(NamedTuple):
 def pieces_here(path: str, array: jax.Array, division: Division) -> Mapping[str, np.ndarray]:
     """Returns the pieces that this process writes, by name, copied to the host."""
     boxes_here = {box for rank, box in division.pieces if rank == jax.process_index()}
+    was_parted = parted.get(array)
     shards = {box_of(shard.index, array.shape): shard.data for shard in array.addressable_shards}
-    return {name_of(path, box): np.array(data, order="C") for box, data in shards.items() if box in boxes_here}
+    pieces = {name_of(path, box): np.array(data, order="C") for box, data in shards.items() if box in boxes_here}
+    if not was_parted:
+        # The copies share no memory with the array, so that the next step may consume it.
+        parted.discard(array)
+    return pieces
 
 
 def name_of(path: str, box: Box) -> str:
