@@ -59,6 +59,18 @@ def load_shards(strategy: phalanx.Strategy, path: str, devices_per_replica: int 
     return trained.losses()
 
 
+def move_arrays(strategy: phalanx.Strategy, path: str) -> list[list[float]]:
+    """Saves an array of JAX of which each process has a half, and restores it into another. Returns the half of this process."""
+    halves = jax.sharding.NamedSharding(strategy.topology.mesh, jax.sharding.PartitionSpec("replica"))
+    saved, other = (
+        jax.make_array_from_callback((4,), halves, lambda index, x=x: x[index]) for x in (np.arange(4.0), np.ones(4))
+    )
+    phalanx.train.Checkpoint(params={"w": saved}).write(path)
+    checkpoint = phalanx.train.Checkpoint(params={"w": other})
+    checkpoint.read(path).assert_consumed()
+    return [np.asarray(shard.data).tolist() for shard in checkpoint.params["w"].addressable_shards]
+
+
 def load_whole(strategy: phalanx.Strategy, path: str) -> list[float]:
     """The same with variables that each device holds whole."""
     trained = Trained(strategy, 2)

@@ -23,6 +23,7 @@ from sharding import (  # noqa: F401
     first_values_differ,
     load_shards,
     load_whole,
+    move_arrays,
     read_alone,
     refuse_what_reads_alone,
     save_in_all,

@@ -54,6 +54,13 @@ def test_one_device_loads_what_processes_saved(saved):
     np.testing.assert_allclose(trained.losses(), losses, rtol=1e-5)
 
 
+def test_arrays_of_jax_that_span_processes(cluster_of, tmp_path):
+    """They are saved and restored as variables are: each process writes and reads its shards."""
+    path = tmp_path / "arrays"
+    assert cluster_of(2, 1).call("move_arrays", path=str(path)) == [[[0.0, 1.0]], [[2.0, 3.0]]]
+    np.testing.assert_array_equal(phalanx.train.load_variable(path, "params/w"), np.arange(4.0))
+
+
 @pytest.mark.cover(["size"], {(2, 1)})
 @pytest.mark.parametrize("size", [(2, 1), (4, 1)])
 def test_no_process_holds_a_whole_variable(cluster_of, tmp_path, size):

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from phalanx._src.mesh.arrays import spans_processes
 from phalanx.typing import PyTree
 
 _BYTES, _TUPLE, _ITEMS, _COMPLEX, _ARRAY, _KEY = (
@@ -18,8 +19,8 @@ _BYTES, _TUPLE, _ITEMS, _COMPLEX, _ARRAY, _KEY = (
 _MOST_BITS = 14_000
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
-Put = Callable[[np.ndarray], str]
-"""Stores an array and returns its name."""
+Put = Callable[[Any], str]
+"""Stores an array of NumPy, or one of JAX that spans processes, and returns its name."""
 
 
 def is_array(value: object) -> bool:
@@ -85,6 +86,9 @@ def encode_array(value: Any, put: Put) -> dict[str, Any]:
     """
     if is_key(value):
         return {_ARRAY: put(np.array(jax.random.key_data(value))), _KEY: str(jax.random.key_impl(value))}
+    if spans_processes(value):
+        # No process has all of it, so no copy can be made here.
+        return {_ARRAY: put(value)}
     array = np.array(value, order="C")
     # Files have one order of bytes, and name dtypes without it.
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
