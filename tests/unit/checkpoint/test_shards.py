@@ -50,11 +50,20 @@ def test_any_part_of_any_grid(drawn):
     np.testing.assert_array_equal(found, array[slices(part)])
 
 
+def test_array_without_elements():
+    """Its pieces have none either."""
+    division = Division((0, 4), "float32", ((0, ((0, 0), (0, 2))), (1, ((0, 0), (2, 4)))))
+    assert Division.of_notes([list(division.shape), division.dtype, division.pieces]) == division
+    assert division.assemble(((0, 0), (1, 4)), lambda rank, box: np.zeros(1)).shape == (0, 3)
+
+
 @pytest.mark.parametrize(
     "notes",
     [
         pytest.param([[4], "float32", [[0, [[0, 2]]]]], id="a piece is missing"),
         pytest.param([[4], "float32", [[0, [[0, 5]]]]], id="outside"),
+        pytest.param([[4], "float32", [[0, [[-1, 3]]]]], id="before the beginning"),
+        pytest.param([[4], "float32", [[0, [[0, 4]]], [1, [[4, 0]]]]], id="backwards"),
         pytest.param([[4], "float32", [[0, [[0, 4], [0, 1]]]]], id="other dims"),
         pytest.param([[4], "object", [[0, [[0, 4]]]]], id="objects"),
         pytest.param([[4], "U1000000", [[0, [[0, 4]]]]], id="text"),

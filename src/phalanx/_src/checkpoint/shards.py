@@ -107,7 +107,7 @@ class Division(NamedTuple):
         boxes = [(int(rank), tuple((int(begin), int(end)) for begin, end in box)) for rank, box in pieces]
         division = cls(tuple(map(int, shape)), str(dtype), tuple(boxes))
         whole = tuple((0, n) for n in division.shape)
-        sizes = [_size(box) for _, box in boxes if len(box) == len(whole) and _common(box, whole) == box]
+        sizes = [_size(box) for _, box in boxes if len(box) == len(whole) and _is_inside(box, whole)]
         if (
             not len(sizes) == len(boxes) == len({box for _, box in boxes})
             or sum(sizes) != _size(whole)
@@ -162,6 +162,10 @@ def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:
 def _common(box: Box, other: Box) -> Box | None:
     both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, other, strict=True))
     return both if all(begin < end for begin, end in both) else None
+
+
+def _is_inside(box: Box, outer: Box) -> bool:
+    return all(first <= begin <= end <= last for (begin, end), (first, last) in zip(box, outer, strict=True))
 
 
 def _within(box: Box, outer: Box) -> tuple[slice, ...]:
