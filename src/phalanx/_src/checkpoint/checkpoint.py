@@ -295,7 +295,7 @@ class Checkpoint(Holder):
 
         try:
             with _ExclusiveCall(call):
-                _together(topology, call, path, prepare)
+                _together(topology, call, prepare)
                 snapshot = Snapshot(topology)
                 capture(self, snapshot)
                 if is_chief:
@@ -323,7 +323,7 @@ class Checkpoint(Holder):
             if method == "restore":
                 _ = self.save_counter  # Created, so that it is restored.
             # If one process refuses the checkpoint, none has begun with it.
-            restoration = _together(_topology(), call, path, lambda: Restoration(self, CheckpointFile(path)))
+            restoration = _together(_topology(), call, lambda: Restoration(self, CheckpointFile(path)))
             restoration.begin()
             status = CheckpointStatus(restoration, self)
             self._path = path
@@ -405,7 +405,7 @@ def of_chief(text: str) -> str:
     return exchange_bytes(text.encode(), _topology().exchange)[0].decode()
 
 
-def _together(topology: Topology, call: str, path: str, prepare: Callable[[], T]) -> T:
+def _together(topology: Topology, call: str, prepare: Callable[[], T]) -> T:
     """Calls `prepare` on all workers. The watchdog reports a worker that does not make the call.
 
     Returns:
@@ -421,18 +421,18 @@ def _together(topology: Topology, call: str, path: str, prepare: Callable[[], T]
         result = prepare()
     except PhalanxError as e:
         error = e
-    message = json.dumps([call, path, "" if error is None else str(error)])
+    message = json.dumps([call, "" if error is None else str(error)])
     messages = [json.loads(text) for text in exchange_bytes(message.encode(), topology.exchange)]
     if error is not None:
         raise error
-    different = [f"rank {rank}: {called}" for rank, (called, _, _) in enumerate(messages) if called != messages[0][0]]
+    different = [f"rank {rank}: {called}" for rank, (called, _) in enumerate(messages) if called != messages[0][0]]
     if different:
         raise CheckpointError(
             f"{call} in rank {topology.worker_index} of {topology.num_workers} processes",
             f"the processes made different calls: rank 0: {messages[0][0]}; {'; '.join(different)}.",
             "the same call with the same path in all processes",
         )
-    failed = [f"rank {rank}: {text}" for rank, (_, _, text) in enumerate(messages) if text]
+    failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(messages) if text]
     if failed:
         raise CheckpointError(call, f"failed in other processes. {' '.join(failed)}")
     return result  # type: ignore[return-value]

@@ -286,7 +286,7 @@ def _replacing(flat: "Flat", items: list[Any], index: int, replace: Callable[[An
     def put(value: Any) -> None:
         if value is not items[index]:
             items[index] = value
-            replace(flat.join(list(items)))
+            replace(flat.join(items))
 
     return put
 

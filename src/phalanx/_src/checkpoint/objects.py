@@ -3,6 +3,7 @@
 
 import copy
 import functools
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Any, final
@@ -52,9 +53,8 @@ class Snapshot:
             self.divisions[path] = division = Division.of(array)
             self.pieces.update(pieces_here(path, array, division))
             return path
-        host = to_host(array)
         if self.topology.is_chief:
-            self.arrays[path] = host
+            self.arrays[path] = to_host(array)
         return path
 
     def notes(self) -> dict[str, Any]:
@@ -188,7 +188,7 @@ class ArrayPart(Part):
             raise ValueError(f"the array has the shape {np.shape(self.array)}, and {shape} in the checkpoint")
         if kind is None and _kind(dtype) > _kind(self.array.dtype):
             raise ValueError(f"the array has the dtype {self.array.dtype}, and {dtype} in the checkpoint")
-        return {path, *({path} & set(stored.notes["values"]))}
+        return {path}
 
     @override
     def read(self, path: str, stored: CheckpointFile) -> Any:
@@ -270,7 +270,7 @@ class StatePart(Part):
 
     @override
     def save(self, path: str, snapshot: Snapshot) -> None:
-        count = iter(range(1 << 30))
+        count = itertools.count()
         snapshot.states.append(path)
         snapshot.values[path] = text.encode(self._get(), lambda array: snapshot.put(f"{path}#{next(count)}", array))
 

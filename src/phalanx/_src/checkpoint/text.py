@@ -57,7 +57,7 @@ def encode(value: PyTree, put: Put | None = None) -> Any:
     Raises:
       TypeError: the value contains another object.
     """
-    if isinstance(value, np.generic) or is_array(value):
+    if is_array(value):
         if put is None:
             raise TypeError(f"{type(value).__name__} is not plain")
         return encode_array(value, put)

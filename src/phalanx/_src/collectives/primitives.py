@@ -209,8 +209,8 @@ def broadcast(tree: T, num_replicas: int, source: int = 0) -> T:
     """Returns the leaves of replica `source`, on every replica."""
     if num_replicas == 1:
         return tree
-    bits = jax.tree.map(lambda x: x.astype(jnp.int32) if x.dtype == jnp.bool_ else x, tree)
-    sums = psum(jax.tree.map(lambda x: only_on(source, x), bits), REPLICA_AXIS)
+    # JAX sums bools as int32.
+    sums = psum(jax.tree.map(lambda x: only_on(source, x), tree), REPLICA_AXIS)
     result: T = jax.tree.map(lambda total, x: total.astype(x.dtype), sums, tree)
     return result
 
