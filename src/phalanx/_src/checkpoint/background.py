@@ -27,11 +27,13 @@ def submit(write: Callable[[], None]) -> None:
         go.wait()
         write()
 
+    # Not a daemon, so that Python waits for the last save at the end of the program.
     _writing = threading.Thread(target=deferred.guarded(begin), name="phalanx-checkpoint")
     _writing.start()
     go.set()
 
 
+# Polls, because inotify(7) reports nothing that another machine writes to a network file system.
 _POLL_S, _SILENCE_S = 0.02, 10.0
 
 
@@ -49,6 +51,7 @@ def _arrive(file: Path) -> None:
     """Waits for a file, as long as a process writes it and none expects another one."""
 
     def has_ended() -> bool:
+        # Python joins this thread when the main one has ended. The chief may have ended without its file, so no more waiting then.
         is_wanted = threading.current_thread() is _writing and threading.main_thread().is_alive()
         return file.exists() or not is_wanted
 
@@ -79,6 +82,7 @@ def _wait_while_written(has_ended: Callable[[], bool], folder: Path, parts: str,
     return True
 
 
+# Longer than `_SILENCE_S`: without a piece the save fails, but without the chief's file only a wait ends.
 _PIECES_S = 60.0
 """Time in seconds in which another process must begin to write its pieces, or continue."""
 
@@ -101,6 +105,7 @@ def sums_of_pieces(file: Path, ranks: Sequence[int]) -> dict[str, str]:
         return [rank for rank in ranks if not shards.file_of_rank(file, rank).exists()]
 
     is_complete = _wait_while_written(lambda: not missing(), shards.folder_of(file), ".*.part", _PIECES_S)
+    # Looks again, because the last file may have been renamed since the last poll.
     if not is_complete and (left := missing()):
         raise CheckpointError(
             f"a checkpoint as {file}",
@@ -121,10 +126,12 @@ def wait() -> None:
     raise_deferred()
 
 
+# Runs after Python has joined the writer, so that the error of the last save is known.
 @atexit.register
 def _report() -> None:
     """Ends the process with status 1 if its last checkpoint is not on the disk."""
     if deferred.failures:
         print(f"{type(deferred.failures[0]).__name__}: {deferred.failures[0]}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
+        sys.stdout.flush()  # `os._exit` flushes nothing.
+        # Python ignores an exception in an exit handler, and the exit status would be 0.
         os._exit(1)

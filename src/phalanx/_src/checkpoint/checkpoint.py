@@ -44,6 +44,7 @@ T = TypeVar("T")
 
 _log = logging.getLogger("phalanx")
 
+# Not an RLock: a `get_state` that saves must be refused too, and it runs in the same thread.
 _busy = threading.Lock()
 
 
@@ -145,6 +146,7 @@ class Checkpoint(Holder):
     @property
     def save_counter(self) -> keras.Variable:
         """The number of saves so far: a variable that is saved and restored too. May be called outside replica functions."""
+        # At the first use: programs that only `write` and `read` have no counter in their files.
         if self._counter is None:
             self._counter = keras.Variable(0, dtype="int32", trainable=False, name="save_counter")
         return self._counter
@@ -266,6 +268,7 @@ class Checkpoint(Holder):
         """
         require_between_steps(call)
         number = int(self.save_counter) + 1
+        # Before the objects are captured, so that a program that restores this file continues with the number after it.
         self.save_counter.assign(number)
         try:
             return self._write(call, name(number), options, before, after)
@@ -287,7 +290,9 @@ class Checkpoint(Holder):
 
         def prepare() -> None:
             if is_chief:
+                # Only the chief waits: its file is written last, so then all pieces of the earlier save are on the disk too.
                 background.wait()
+                # Before the check: it takes the manager's lock, and then no other manager can write the file after the check.
                 before(file)
                 refuse_existing(file)
                 # What a process that was killed has left would pass for pieces of the new one.
@@ -297,7 +302,9 @@ class Checkpoint(Holder):
             with _ExclusiveCall(call):
                 _together(topology, call, prepare)
                 snapshot = Snapshot(topology)
+                # Collective: reading a variable may combine values of all processes. So `_together` comes before it.
                 capture(self, snapshot)
+                # The snapshot shares no memory with variables. Later steps may consume their arrays while a thread writes.
                 if is_chief:
                     background.submit(functools.partial(_finish, file, snapshot, after))
                 else:
@@ -314,7 +321,7 @@ class Checkpoint(Holder):
 
     def _read(self, method: str, path: object, options: CheckpointOptions | None) -> CheckpointStatus:
         _check_options(options)
-        if path is None and method == "restore":
+        if path is None and method == "restore":  # `latest_checkpoint` returned None in the first run.
             return CheckpointStatus(None, self)
         path = arguments.path("save_path", path)
         call = f"Checkpoint.{method}({path!r})"
@@ -330,6 +337,7 @@ class Checkpoint(Holder):
             return status
 
 
+# In this order, a crash at any point leaves the older checkpoints, and at most pieces that belong to no checkpoint.
 def _finish(file: Path, snapshot: Snapshot, after: Callable[[], None]) -> None:
     _write_pieces(file, snapshot)
     write(file, snapshot.arrays, {**snapshot.notes(), "files": background.sums_of_pieces(file, snapshot.ranks)})
@@ -389,7 +397,7 @@ class _ExclusiveCall:
 
 def _topology() -> Topology:
     """Returns the topology of the current strategy, or outside all scopes, of the strategy with the most processes."""
-    current = get_strategy().topology
+    current = get_strategy().topology  # Outside all scopes, that of one process.
     if jax.process_count() == 1 or has_strategy():
         return current
     return max([current, *(s.topology for s in living_strategies())], key=lambda topology: topology.num_workers)
@@ -419,12 +427,14 @@ def _together(topology: Topology, call: str, prepare: Callable[[], T]) -> T:
     result, error = None, None
     try:
         result = prepare()
+    # Any other exception leaves here. The watchdog then reports this process to those that wait in the exchange.
     except PhalanxError as e:
         error = e
     message = json.dumps([call, "" if error is None else str(error)])
     messages = [json.loads(text) for text in exchange_bytes(message.encode(), topology.exchange)]
     if error is not None:
         raise error
+    # Only calls, not files: programs of tf.distribute give the manager of each worker its own folder (`workertemp_1`).
     different = [f"rank {rank}: {called}" for rank, (called, _) in enumerate(messages) if called != messages[0][0]]
     if different:
         raise CheckpointError(

@@ -69,6 +69,7 @@ class OldNaming(Naming):
         before, variables = self._variables_of(place), compat.own_variables(optimizer)
         slots = {id(slot.variable): slot for slot in compat.slots_of(optimizer)}
         names = [self._name_before(slots[id(v)], keys) for v in variables]
+        # A name that two slots had does not say which of them is at a position.
         uses = Counter(before)
         indices = {name: i for i, name in enumerate(before) if uses[name] == 1}
         # Names that tell nothing, as those of the two factors of a variable, count if all others are in their places.
@@ -77,8 +78,10 @@ class OldNaming(Naming):
         )
         for i, (variable, name) in enumerate(zip(variables, names, strict=True)):
             index = indices.get(name, i if in_place else None)
+            # "none" is no position, so the file has no such name, and the slot is not restored.
             yield under(place, f"variables/{'none' if index is None else index}"), variable
             del slots[id(variable)]
+        # The slots that remain are kept next to the optimizer (`compat.beside`), and are not among its `variables`.
         trained = {id(v): i for i, v in enumerate(compat.trained_by(optimizer, None))}
         for slot in slots.values():
             index = trained[id(slot.trained)] if in_place else None

@@ -29,6 +29,7 @@ from phalanx._src.checkpoint.store import SUFFIX, path_of, require_room
 from phalanx._src.runtime.notes import note
 from phalanx.errors import CheckpointError, InvalidArgumentError, arguments, shown
 
+# In the folder, because the programs that share it may run on different machines.
 _LOCK = ".phalanx-checkpoints.lock"
 _HOUR_S = 3600.0
 
@@ -44,11 +45,12 @@ def numbered(directory: str | os.PathLike[str], name: str | None = None) -> list
         parts = _name_and_number(file)
         if parts is not None and name in (None, parts[0]):
             checkpoints.append((parts[1], file))
-    return sorted(checkpoints)
+    return sorted(checkpoints)  # `glob` has no order, and as text 10 precedes 9.
 
 
 def _name_and_number(path: Path) -> tuple[str, int] | None:
     """Returns the parts of the name of a numbered checkpoint, with or without the suffix. None for another file."""
+    # 18 digits fit in 64 bits. A file of another user may have a name with any number of digits.
     match = re.fullmatch(r"([^.].*)-(\d{1,18})", path.name.removesuffix(SUFFIX))
     return None if match is None else (match[1], int(match[2]))
 
@@ -82,7 +84,7 @@ def latest_checkpoint(checkpoint_dir: str | os.PathLike[str], latest_filename: s
       True
     """
     path = arguments.path("checkpoint_dir", checkpoint_dir)
-    background.wait()
+    background.wait()  # tf.train.Checkpoint.save returns with the file complete.
     checkpoints = numbered(path)
     return path_of(checkpoints[-1][1]) if checkpoints else None
 
@@ -140,6 +142,7 @@ def _watch(
                 since = time.monotonic()
             time.sleep(_POLL_S if timeout_s is None else min(_POLL_S, timeout_s))
         last = newest
+        # Before the yield, so that the time in which the caller evaluates the checkpoint counts.
         seen_s = time.monotonic()
         assert last is not None
         yield last
@@ -220,6 +223,7 @@ class CheckpointManager:
             arguments.instance("step_counter", step_counter, keras.Variable, "step_counter=optimizer.iterations")
         if init_fn is not None:
             arguments.function("init_fn", init_fn, "init_fn=initialize")
+        # Here, because the first save may come after hours. Slots that are not built yet are not counted.
         if writes_here():
             require_room(directory, size_of(checkpoint))
         self._checkpoint, self._directory, self._name = checkpoint, Path(directory), checkpoint_name
@@ -227,7 +231,7 @@ class CheckpointManager:
         self._step_counter, self._interval, self._init_fn = step_counter, checkpoint_interval, init_fn
         # A variable, so that a process which joins an elastic group takes it over and saves after the same steps as the others.
         self._last_step = None if step_counter is None else keras.Variable(-1, False, "int32", name="last_step")
-        self._since_s = time.time()
+        self._since_s = time.time()  # Compared with the times of files, hence no monotonic clock.
         self._kept: set[Path] = set()
         self._is_first = True
 
@@ -300,7 +304,7 @@ class CheckpointManager:
             return str(self._directory / f"{self._name}-{number}")
 
         path = self._checkpoint._save(call, name, options, functools.partial(self._prepare, call), self._delete_old)
-        self._note_step(step)
+        self._note_step(step)  # After the save: if it fails, the next call tries again.
         return path
 
     def _note_step(self, step: int | None) -> None:
@@ -322,7 +326,7 @@ class CheckpointManager:
         if step is None or self._last_step is None or self._interval is None:
             return True
         last = int(self._last_step)
-        return last < 0 or step >= last + self._interval
+        return last < 0 or step >= last + self._interval  # -1: nothing was saved yet.
 
     def restore_or_initialize(self) -> str | None:
         """Restores the latest checkpoint; if there is none, calls `init_fn`. Call it outside replica functions, in all processes.
@@ -340,7 +344,7 @@ class CheckpointManager:
                 self._init_fn()
             return None
         self._checkpoint.restore(latest)
-        self._note_step(self._step)
+        self._note_step(self._step)  # A restored step is on the disk, and so counts as saved.
         note(f"resumed{self._checkpoint._place()} from {latest}")
         return latest
 
@@ -376,10 +380,12 @@ class CheckpointManager:
                 f"manager.restore_or_initialize() before the first save; or use another folder; or save({latest[0] + 1})",
             )
         if self._is_first:
+            # First the lock: another program may still write the files that are deleted below.
             occupy(self._directory)
             for unfinished in self._directory.glob(f".{self._name}-*.part"):
                 with contextlib.suppress(OSError):
                     unfinished.unlink()
+            # Pieces without a checkpoint: their save ended before the chief wrote its file.
             saved = {shards.folder_of(file) for _, file in numbered(self._directory, self._name)}
             for folder in set(self._directory.glob(f"{self._name}-*.shards")) - saved:
                 shards.delete_pieces(folder)
@@ -390,10 +396,12 @@ class CheckpointManager:
     def _old(self) -> list[tuple[float, Path]]:
         """Returns the times and files of all checkpoints except the last `max_to_keep`."""
         checkpoints = numbered(self._directory, self._name)[: -self._max_to_keep] if self._max_to_keep else []
+        # The times of files, so that a restarted program keeps the same ones.
         return [(status.st_mtime, file) for file, status in shards.with_status(file for _, file in checkpoints)]
 
     def _delete_old(self) -> None:
         """Deletes old checkpoints. Runs after a save, in the thread that writes."""
+        # No lock for `_kept`, because `_prepare` changes it only after it has waited for this thread.
         for saved_s, file in self._old():
             if file in self._kept:
                 continue
@@ -415,6 +423,7 @@ def occupy(directory: Path) -> None:
       CheckpointError: another process saves into the folder, or the folder cannot be written to.
     """
     file = directory / _LOCK
+    # flock(2) locks of two descriptors conflict even in one process, so all managers of a folder share one descriptor.
     lock = _occupied.get(os.path.realpath(directory))
     if lock is not None and _is_lock(directory, lock):
         return
@@ -433,6 +442,7 @@ def occupy(directory: Path) -> None:
         ) from e
     try:
         # The operating system releases the lock when the process ends, however it ends.
+        # Not `lockf`, whose lock ends when this process closes any descriptor of the file.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as e:
         owner = os.read(lock, 200).decode(errors="replace").strip() or "another process"
@@ -446,7 +456,7 @@ def occupy(directory: Path) -> None:
         os.close(lock)
         occupy(directory)
         return
-    os.truncate(lock, 0)
+    os.truncate(lock, 0)  # Only now: until here, the text named the earlier owner.
     os.write(lock, f"process {os.getpid()} on {platform.node()}\n".encode())
     _occupied[os.path.realpath(directory)] = lock
 
@@ -455,6 +465,7 @@ def leave(directory: Path) -> None:
     """Removes the lock of this process, so that other processes may save into the folder."""
     lock = _occupied.pop(os.path.realpath(directory), None)
     if lock is not None:
+        # Unlinked while it is locked: later, it could be the file that another process has locked since.
         (directory / _LOCK).unlink(missing_ok=True)
         os.close(lock)
 

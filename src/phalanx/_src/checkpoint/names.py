@@ -24,13 +24,14 @@ from phalanx._src.programs.identity import IdentityMap
 from phalanx.errors import CheckpointError
 from phalanx.typing import PyTree
 
+# `/` divides steps, `~` numbers, `:` slots, `@` pieces and components, `#` arrays of states, `=` keys that are not text.
 _SPECIAL = re.compile("[%/@#~:=\0\ud800-\udfff]")
 """What has a meaning in names, or cannot be written in a file."""
 
 
 def quoted(name: str) -> str:
     """Returns a text as one step of a name. Other texts give other steps."""
-    return _SPECIAL.sub(lambda match: f"%{ord(match[0]):02X}", name) or "%"
+    return _SPECIAL.sub(lambda match: f"%{ord(match[0]):02X}", name) or "%"  # An empty step would vanish in `under`.
 
 
 def under(path: str, name: str) -> str:
@@ -84,7 +85,7 @@ class Naming:
 
     def key(self, key: object) -> str:
         """Returns the step of a key of a dict."""
-        return quoted(key) if isinstance(key, str) else "=" + quoted(repr(key))
+        return quoted(key) if isinstance(key, str) else "=" + quoted(repr(key))  # 1 and "1" are two keys.
 
     def items(self, values: Iterable[Any]) -> list[str]:
         """Returns the steps of the items of a list: names of users, numbers among objects of the same class, or positions."""
@@ -93,11 +94,11 @@ class Naming:
         uses, counts = Counter(names), Counter[str]()
         steps = []
         for i, (value, name) in enumerate(zip(values, names, strict=True)):
-            if name is not None and uses[name] == 1 and not name.isdigit():
+            if name is not None and uses[name] == 1 and not name.isdigit():  # "3" may be a position.
                 steps.append(quoted(name))
             elif isinstance(value, compat.OWNERS):
                 kind = quoted(compat.automatic_name(value))
-                steps.append(f"{kind}~{counts[kind]}")
+                steps.append(f"{kind}~{counts[kind]}")  # Not a position, because layers of other classes may be added.
                 counts[kind] += 1
             else:
                 steps.append(str(i))
@@ -131,6 +132,7 @@ class Naming:
 
     def part(self, owner: Any, name: str) -> str:
         """Returns the step of a part of a Keras object."""
+        # A file then fits with and without a loss scale, so that a program can change its dtype policy.
         return (
             "" if isinstance(owner, keras.optimizers.LossScaleOptimizer) and name == "inner_optimizer" else quoted(name)
         )
@@ -171,11 +173,13 @@ class Holder:
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         # A checkpoint that was restored before may contain the new attribute.
+        # A copy, because `hear` removes a restoration that is complete.
         for restoration in list(OPEN):
             restoration.hear(self)
 
     def _names(self) -> list[str]:
         """Returns the names of the attributes."""
+        # Sorted: the first name of an object with two attributes must not depend on the order of assignments.
         return sorted(name for name in vars(self) if not name.startswith("_"))
 
 
@@ -213,6 +217,7 @@ class Names:
             owner, place = waiting.popleft()
             for entry in self._children(owner, place):
                 yield self._noted(entry)
+                # The file has the parts of an object under its first name only.
                 path = self._aliases.get(entry.path, entry.path)
                 if is_owner(entry.value) and enter(entry.value, path):
                     waiting.append((entry.value, path))
@@ -250,6 +255,7 @@ class Names:
             flat = flatten(value, met, self._naming)
         except RecursionError as e:
             raise refuse_object(path, value, TypeError("it contains itself")) from e
+        # All `replace` functions of a value share this list, so each keeps what the earlier ones have replaced.
         items = [item for _, item in flat.items]
         for i, (step, item) in enumerate(flat.items):
             yield NamedValue(under(path, step), item, owner, _replacing(flat, items, i, replace))
@@ -355,6 +361,7 @@ def _children(value: Any, met: set[int], naming: Naming) -> _Children | None:
     is_leaf = is_owner(value) or isinstance(value, Variable) or part_of(value) is not None
     if is_leaf or jax.tree_util.all_leaves([value]):
         return None
+    # One level only, because a child may be an object that has its own name, such as a Keras variable.
     pairs, structure = jax.tree_util.tree_flatten_with_path(value, is_leaf=lambda x: x is not value)
     names = ["/".join(_step(entry, naming) for entry in path) for path, _ in pairs]
     return names, [child for _, child in pairs], functools.partial(jax.tree.unflatten, structure)

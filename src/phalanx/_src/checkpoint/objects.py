@@ -125,7 +125,7 @@ class VariablePart(Part):
     def save(self, path: str, snapshot: Snapshot) -> None:
         variable, parts = self.variable, components_of(self.variable)
         snapshot.names[path] = variable.path
-        if parts is not None and parts.shape[0] > 1:
+        if parts is not None and parts.shape[0] > 1:  # One replica's own value is the combined one.
             snapshot.put(path + REPLICAS, parts)
         # Reading `value` fetches it from parameter servers, and combines what is combined only on demand.
         value = compat.raw_value(variable)
@@ -140,6 +140,7 @@ class VariablePart(Part):
             raise ValueError(
                 f"{self.variable.path!r} has the shape {tuple(self.variable.shape)}, and {shape} in the checkpoint"
             )
+        # A dtype of a lower kind is refused whatever the values are. For other dtypes, `read` compares each value.
         if dtype != variable_dtype and _kind(dtype) > _kind(variable_dtype):
             raise ValueError(f"{self.variable.path!r} has the dtype {variable_dtype}, and {dtype} in the checkpoint")
         return {path, path + REPLICAS} & stored.names
@@ -156,6 +157,7 @@ class VariablePart(Part):
     def put(self, value: Any) -> tuple[bool, Any]:
         whole, replicas = value
         done = compat.set_first_value(self.variable, whole)
+        # After the assignment, which discards earlier components. The policy may be another one than in the program that saved.
         if done and replicas is not None and policy_of(self.variable).on_read:
             keep_components(self.variable, replicas)
         return done, self.variable
@@ -167,12 +169,13 @@ class ArrayPart(Part):
 
     def __init__(self, array: Any) -> None:
         self.array = array
+        # In place, because the program may hold the array under another name too.
         self.changes = array if isinstance(array, np.ndarray) and array.flags.writeable else None
 
     @override
     def save(self, path: str, snapshot: Snapshot) -> None:
         encoded = text.encode_array(self.array, functools.partial(snapshot.put, path))
-        if set(encoded) != {"__array__"}:
+        if set(encoded) != {"__array__"}:  # Random keys, whose kind is a value.
             snapshot.values[path] = encoded
 
     @override
@@ -183,7 +186,7 @@ class ArrayPart(Part):
         ours = str(jax.random.key_impl(self.array)) if text.is_key(self.array) else None
         if kind != ours:
             raise ValueError(f"it has {_keys(ours)}, and {_keys(kind)} in the checkpoint")
-        shape = shape if kind is None else shape[: np.ndim(self.array)]
+        shape = shape if kind is None else shape[: np.ndim(self.array)]  # Key data has one dim more than the keys.
         if shape != tuple(np.shape(self.array)):
             raise ValueError(f"the array has the shape {np.shape(self.array)}, and {shape} in the checkpoint")
         if kind is None and _kind(dtype) > _kind(self.array.dtype):
@@ -279,6 +282,7 @@ class StatePart(Part):
         values = stored.notes["values"]
         if path not in values:
             return set()
+        # The old format does not say which values are states.
         if not (stored.is_old or path in stored.notes["states"]):
             raise ValueError(f"it is an object of type {type(self.changes).__name__}, and a value in the checkpoint")
         return {path, *text.references(values[path])}
@@ -294,7 +298,7 @@ class StatePart(Part):
 
     def undo(self) -> Callable[[], object]:
         """Returns a function that puts the present state back."""
-        state = copy.deepcopy(self._get())
+        state = copy.deepcopy(self._get())  # `set_state` may change the containers that `get_state` returned.
         return lambda: self._set(state)
 
 
@@ -306,8 +310,9 @@ def exactly(array: np.ndarray, dtype: np.typing.DTypeLike) -> np.ndarray:
     """
     if array.dtype == dtype:
         return array
-    with np.errstate(all="ignore"):
+    with np.errstate(all="ignore"):  # The comparison below reports overflows, by value.
         converted = _converted(array, dtype)
+        # Within a kind only: for NumPy, int64 to float64 is safe too, although it loses digits. "V" are dtypes that NumPy lacks.
         if array.dtype.kind == np.dtype(dtype).kind != "V" and np.can_cast(array.dtype, dtype):
             return converted
         for values, others in zip(_pieces(array), _pieces(converted), strict=True):
@@ -320,12 +325,13 @@ def exactly(array: np.ndarray, dtype: np.typing.DTypeLike) -> np.ndarray:
     return converted
 
 
-_PIECE = 1 << 20
+_PIECE = 1 << 20  # Values, each of which is compared as 16 or 32 bytes.
 
 
 def _pieces(array: np.ndarray) -> Iterator[np.ndarray]:
     """Yields the values of an array piece by piece, in a dtype that has all values of the others."""
     flat = array.reshape(-1)
+    # float64 does not have all integers of 64 bits.
     widest = np.clongdouble if jnp.issubdtype(array.dtype, jnp.complexfloating) else np.longdouble
     for begin in range(0, flat.size, _PIECE):
         yield _converted(flat[begin : begin + _PIECE], widest)
@@ -356,7 +362,7 @@ def part_of(value: object) -> Part | None:
     if isinstance(value, np.random.RandomState):
         return StatePart(lambda: value.get_state(legacy=False), value.set_state, value)
     get, set_ = getattr(value, "get_state", None), getattr(value, "set_state", None)
-    if callable(get) and callable(set_) and not isinstance(value, type):
+    if callable(get) and callable(set_) and not isinstance(value, type):  # A class has the methods, but no state.
         return StatePart(get, set_, value)
     return PlainPart(value) if text.is_plain(value) else None
 

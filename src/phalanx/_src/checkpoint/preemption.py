@@ -26,8 +26,10 @@ from phalanx.typing import PyTree
 
 T = TypeVar("T")
 
-_EXIT_CODE, _EXIT_CODE_GCE = 42, 143
+_EXIT_CODE, _EXIT_CODE_GCE = 42, 143  # As in tf.distribute.
+# The reason is all that other processes get with a request, so it says which save is the last.
 _GRACE_ENDS = "has trained to the end of its grace period"
+# tf.distribute ends 6 mean steps early too. The processes agree on a later step, and the last save may take longer.
 _STEPS_BEFORE_END, _SAVES_BEFORE_END = 6, 2
 _POLL_S = 0.1
 
@@ -188,6 +190,7 @@ class PreemptionCheckpointHandler:
         self._is_extended = False
         self._is_saving = False
         self._timer: threading.Timer | None = None
+        # Before the restore, during which SIGTERM would otherwise end the process.
         self._notices = Notices(call, self._note, self._question(is_on_gce=is_on_gce))
         try:
             self._manager.restore_or_initialize()
@@ -259,6 +262,7 @@ class PreemptionCheckpointHandler:
         return gce.later_notice
 
     def _note(self, notice: str) -> None:
+        # Before `tell`: the main thread may reach the agreed point at once, and sets the timer only if this time is known.
         self._received_s = self._received_s or time.monotonic()
         self._cluster.tell(notice)
 
@@ -289,10 +293,11 @@ class PreemptionCheckpointHandler:
             text = f"Phalanx: all processes have saved after the same step, because {reason}. They {what}."
             print(text, file=sys.stderr, flush=True)
         if is_last:
-            self._is_extended = False
+            self._is_extended = False  # `exit_fn` may return, and a later notice then begins with a first save.
             (self._config.exit_fn or self._exit)()
             return
         self._is_extended = True
+        # Only a process with a notice knows when its grace period began. It asks all for the last save.
         if self._received_s is not None:
             self._go_on(time.monotonic() - began_s)
 
@@ -322,7 +327,7 @@ class PreemptionCheckpointHandler:
         end_s = self._received_s + self._config.grace_period
         left_s = end_s - now_s - _SAVES_BEFORE_END * save_s - _STEPS_BEFORE_END * step_s
         self._timer = threading.Timer(max(0.0, left_s), self._cluster.tell, [_GRACE_ENDS])
-        self._timer.daemon = True
+        self._timer.daemon = True  # A program whose steps end before must not wait for it.
         self._timer.start()
 
     def _exit(self) -> None:

@@ -49,10 +49,12 @@ def capture(objects: Holder, snapshot: Snapshot) -> None:
             first[id(value)] = path
             new.add(id(value))
         if is_owner(value):
+            # An inner model is a part of the architecture of the outer one.
             if owner is objects and isinstance(value, keras.Model) and (architecture := _architecture(value)):
                 snapshot.models[path] = architecture
             if (kind := _kind_of_optimizer(value)) is not None:
                 snapshot.optimizers[path] = kind
+            # Other paths contain the name that the user has chosen.
             if is_numbered(path) and (name := compat.chosen_name(value)) is not None:
                 snapshot.chosen[path] = name
             continue
@@ -106,6 +108,7 @@ def _architecture(model: keras.Model) -> str | None:
         except Exception:
             # Whatever `get_config` of a model raises, its variables can be saved.
             config = None
+        # Empty for none, so that the next save does not try again.
         architecture = "" if config is None else json.dumps(config | {"compile_config": None})
         note_facts(model).architecture = architecture
     return architecture or None
@@ -139,6 +142,7 @@ class Restoration:
         self._objects, self.stored = weakref.ref(objects), stored
         self._without = None if without is None else weakref.ref(without)
         self._contents = {name.removesuffix(REPLICAS) for name in stored.names} | set(stored.notes["values"])
+        # Arrays in the state of an object are read with the state.
         self._contents -= {name for name in self._contents if "#" in name}
         self._folders = {"", *_folders(self._contents)}
         self._naming = OldNaming(stored) if stored.is_old else Naming()
@@ -162,7 +166,7 @@ class Restoration:
           CheckpointMismatchError: an object has refused its state. Nothing was restored.
         """
         self._carry_out(self._plan)
-        self._plan = []
+        self._plan = []  # It would keep the objects alive.
         if self.unused():
             OPEN.append(self)
 
@@ -187,6 +191,7 @@ class Restoration:
             if isinstance(value, Variable) and path in self._contents:
                 if receivers.setdefault(path, value) is not value:
                     problems.append(f"{path} is one variable in the checkpoint, and two in this program")
+                # `StoredSlots` names slots by these. `below` yields optimizers' slots last, when all other variables are known.
                 if self._received.get(value) is None:
                     self._received[value] = path
             if path in self._used:
@@ -194,6 +199,7 @@ class Restoration:
             try:
                 names = part.find(path, self.stored)
                 if names:
+                    # Checks the values. `_put` reads them again, because all arrays together would take the memory of a second model.
                     part.read(path, self.stored)
                     matches.append(_Match(part, path, names, entry.replace))
                 else:
@@ -285,6 +291,7 @@ class Restoration:
         problems = []
         for root, shapes in here.items():
             folder = root.rpartition("/")[0]
+            # A layer without a similar one in the checkpoint is new, and begins with its own values.
             similar = [r for r, s in there.items() if s == shapes and r.rpartition("/")[0] == folder]
             if similar and any(f"{folder}/".startswith(f"{layer}/") for layer in layers):
                 problems.append(
@@ -310,6 +317,7 @@ class Restoration:
             self._used -= {m.path for m in states}.union(*(m.names for m in states))
             raise
         else:
+            # Last, because none of these refuses a value that the plan has read.
             for match in matches:
                 if not isinstance(match.part, StatePart):
                     self._put(match)
@@ -347,6 +355,7 @@ class Restoration:
             return
         place = self._places.get(owner)
         try:
+            # An object without a place may be a new part of a known one, for example a layer that a model has made in `build`.
             self._carry_out(self._match(self._places.items() if place is None else [(owner, place)]))
         except PhalanxError:
             # It would fail again whenever another object gets a variable. After Ctrl-C it may still succeed.
@@ -389,7 +398,7 @@ class Restoration:
                 return False
             seen.add((id(owner), place))
             ids.add(id(owner))
-            if is_stored and self._places.get(owner) is None:
+            if is_stored and self._places.get(owner) is None:  # The first place, which is the shortest.
                 self._places[owner] = place
             return True
 
@@ -422,6 +431,7 @@ def _contents_of(stored: CheckpointFile, path: str) -> tuple[str, list[bytes]]:
     """Returns everything that a checkpoint contains for one value, for comparison."""
     names = [n for n in stored.names if n == path or n.startswith((path + REPLICAS, f"{path}#"))]
     value = json.dumps(stored.notes["values"].get(path))
+    # References to arrays contain the path. Without it, equal states at two paths have equal texts.
     return value.replace(json.dumps(path)[1:-1] + "#", "#"), [stored.array(n).tobytes() for n in sorted(names)]
 
 

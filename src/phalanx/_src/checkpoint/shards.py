@@ -90,6 +90,7 @@ class Division(NamedTuple):
     @classmethod
     def of(cls, array: jax.Array) -> "Division":
         """Returns how an array lies on the devices. Of several devices with the same piece, the process of the first one writes it."""
+        # All processes see the devices in the same order, so they agree on the owners without communicating.
         owners: dict[Box, int] = {}
         places: Mapping[Any, Any] = array.sharding.devices_indices_map(array.shape)
         for device, index in places.items():

@@ -47,6 +47,7 @@ class StoredSlots:
         # What has a name in both is not in the checkpoint under another name.
         taken = {path for _, path in self._received.items()}
         left = [key for key in self._keys.get(place, ()) if key not in taken]
+        # First the variables without a name in this program, which any key may fit. Those with a name were not saved objects.
         for is_named in (False, True):
             ours = [v for v in outside if (paths.get(v) is not None) == is_named]
             theirs = [key for key in left if key.startswith(":")] if is_named else left
@@ -61,11 +62,12 @@ class StoredSlots:
         pairs: list[tuple[str, Variable]] = []
         for group, names in here.items():
             stored = there.get(group, {})
-            if stored and len(stored) != len(names):
+            if stored and len(stored) != len(names):  # None stored: the slots are new.
                 self.problems.append(
                     f"{place or 'the optimizer'} trains {len(names)} variables {group[1:]!r}, and {len(stored)} in the checkpoint, "
                     "and it does not say which, because it does not contain the layers"
                 )
+            # Keras's numbers depend on the layers that were made before. If they differ, the order of the variables decides.
             is_same = names.keys() == stored.keys()
             keys = [stored[name] for name in names] if is_same else list(stored.values()) or list(names)
             pairs += zip(keys, [ours[name] for name in names], strict=False)

@@ -31,6 +31,7 @@ class CheckpointStatus:
         self._at_end: weakref.finalize[[Restoration, Holder], Any] | None = None
         if restoration is not None:
             # Only when nobody holds this object any more is it known that nobody asks it, or expects a difference.
+            # Python calls it at its end too, when tf.train warns.
             self._at_end = weakref.finalize(self, _tell_differences, restoration, objects)
 
     def _is_answered(self) -> None:
@@ -113,6 +114,7 @@ class CheckpointStatus:
                 "if path: checkpoint.restore(path)",
             )
         self._is_answered()
+        # A new item in a list or dict was not reported to `hear`, as an attribute is.
         self._restoration.resume()
         return self._restoration
 
@@ -127,6 +129,7 @@ class CheckpointStatus:
 
 def _tell_differences(restoration: Restoration, objects: Holder) -> None:
     """Warns about what a checkpoint contains and the program lacks, and the reverse. `objects` are alive until then."""
+    # Files of `write` have no counter, but `restore` makes one.
     surplus, lacking = ([name for name in names if name != "save_counter"] for names in restoration.differences())
     parts = [
         f"{text}: {with_nearest(names, others)}"

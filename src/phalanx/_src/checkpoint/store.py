@@ -32,6 +32,7 @@ from phalanx.errors import CheckpointError
 
 SUFFIX = ".safetensors"
 OLD_FORMAT, _FORMAT = "phalanx-checkpoint-1", "phalanx-checkpoint-2"
+# What `json.dumps` begins a header with. The sum has a fixed place, so that it can be replaced by zeros when it is computed.
 _BEFORE_SUM = b'{"__metadata__": {"sum": "'
 _NO_SUM = b"0" * 8
 _SHOWN = 200
@@ -62,7 +63,7 @@ def write(file: Path, arrays: Mapping[str, np.ndarray], notes: Mapping[str, Any]
     Raises:
       CheckpointError: the file exists already, cannot be written, or could not be restored.
     """
-    refuse_existing(file)
+    refuse_existing(file)  # The thread writes later than the check in `Checkpoint`.
     dtypes = {name: array.dtype.name for name, array in arrays.items() if array.dtype.name not in _CODES}
     # The format has no checksums of its own.
     array_sums = {name: sums.of_array(array) for name, array in arrays.items()}
@@ -139,6 +140,7 @@ def _header(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> by
     if not metadata:
         return header
     begin = 8 + len(_BEFORE_SUM)
+    # CRC-32 and not `sums`, because its speed does not matter for a header.
     return header[:begin] + b"%08x" % zlib.crc32(header) + header[begin + len(_NO_SUM) :]
 
 
@@ -294,6 +296,7 @@ class CheckpointFile:
         """
         division = self._divisions.get(name)
         if division is None:
+            # All of it is read, because its sum covers all of it.
             return self.array(name)[tuple(slice(begin, end) for begin, end in box)]
 
         def read(rank: int, piece: Box) -> np.ndarray:
@@ -314,6 +317,7 @@ class CheckpointFile:
         if rank not in self._files_of_ranks:
             path = shards.file_of_rank(self.file, rank)
             pieces = CheckpointFile(path)
+            # The sums of all arrays are in the header, so its sum stands for the complete file.
             if _sum_in(pieces._tensors.header) != self.notes["files"].get(str(rank)):
                 raise self._refuse(f"{_short(path)} belongs to another checkpoint")
             self._files_of_ranks[rank] = pieces
@@ -341,6 +345,7 @@ def _checked(notes: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
     Raises:
       KeyError, TypeError, ValueError: they are not such notes.
     """
+    # Old files lack most of these parts, and files of pieces have none.
     empty: dict[str, Any] = {part: {} for part in ("models", "optimizers", "chosen", "divided", "files")}
     checked = {**empty, "states": [], **notes}
     texts = ("names", "aliases", "models", "optimizers", "chosen", "files", "dtypes")

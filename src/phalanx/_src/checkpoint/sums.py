@@ -22,6 +22,7 @@ def of_array(array: np.ndarray) -> int:
     """
     flat = array.reshape(-1).view(np.uint8)
     end = flat.size // 8 * 8
+    # Odd factors keep every changed bit, as odd weights do. The size tells arrays apart that differ by zeros at the end.
     total = 3 * _of_words(flat[:end].view(np.uint64)) + 5 * int.from_bytes(flat[end:].tobytes(), "little") + flat.size
     return total % (1 << 64)
 
@@ -29,6 +30,7 @@ def of_array(array: np.ndarray) -> int:
 def _of_words(words: np.ndarray) -> int:
     """Returns the sum of the words times the weights of their places. The sums of many blocks are words, and are summed in the same way."""
     while words.size > 1:
+        # NumPy's products of uint64 wrap at 2**64.
         blocks = words[: words.size // _WORDS * _WORDS].reshape(-1, _WORDS) @ _weights()
         rest = words[blocks.size * _WORDS :]
         last = np.dot(rest, _weights()[: rest.size])

@@ -60,6 +60,7 @@ class TensorEntry(NamedTuple):
         """
         begin, end = entry["data_offsets"]
         code, shape = entry["dtype"], entry["shape"]
+        # Not `isinstance(n, int)`, which takes JSON's true for 1.
         if not (isinstance(code, str) and all(type(n) is int and n >= 0 for n in (*shape, begin, end))):
             raise TypeError(str(entry))
         if not begin <= end <= size - base:
@@ -88,12 +89,14 @@ class Tensors:
 
     def __init__(self, file: Path) -> None:
         opened = open_data(file)
+        # Open as long as this object: a manager may delete the file of an older checkpoint while it is read.
         weakref.finalize(self, opened.close)
         self._descriptor = opened.fileno()
         size = os.fstat(self._descriptor).st_size
         length = int.from_bytes(self._read(np.empty(_LENGTH_BYTES, np.uint8), 0).tobytes(), "little")
         if length > size - _LENGTH_BYTES:
             raise ValueError("its list of contents ends after the file")
+        # With its length, which the sum in it covers too.
         self.header = self._read(np.empty(_LENGTH_BYTES + length, np.uint8), 0).tobytes()
         entries = parse_json(self.header[_LENGTH_BYTES:], size)
         self.metadata: dict[str, str] = dict(entries.pop("__metadata__", {}))
@@ -117,7 +120,7 @@ class Tensors:
         """Fills an array with bytes of the file."""
         rest = array.reshape(-1).view(np.uint8).data
         while rest:
-            count = os.preadv(self._descriptor, [rest], begin)
+            count = os.preadv(self._descriptor, [rest], begin)  # Linux reads at most 2 GiB per call.
             if not count:
                 raise EOFError("the file ends too early")
             rest, begin = rest[count:], begin + count

@@ -35,6 +35,7 @@ def is_key(value: object) -> bool:
 
 def is_plain(value: object) -> bool:
     """Returns whether a value consists of Python's own numbers, text and containers, and needs no array."""
+    # A namedtuple is flattened by its fields, because `decode` returns plain tuples.
     if isinstance(value, (list, tuple)) and not hasattr(value, "_fields"):
         return all(map(is_plain, value))
     if isinstance(value, dict):
@@ -57,6 +58,7 @@ def encode(value: PyTree, put: Put | None = None) -> Any:
     Raises:
       TypeError: the value contains another object.
     """
+    # First, because np.float64 is a float too, and would lose its dtype.
     if is_array(value):
         if put is None:
             raise TypeError(f"{type(value).__name__} is not plain")
@@ -70,6 +72,7 @@ def encode(value: PyTree, put: Put | None = None) -> Any:
     if isinstance(value, tuple):
         return {_TUPLE: [encode(item, put) for item in value]}
     if isinstance(value, dict):
+        # A key such as "__tuple__" would be read as a mark.
         if all(isinstance(k, str) and not k.startswith("__") for k in value):
             return {k: encode(item, put) for k, item in value.items()}
         return {_ITEMS: [[encode(k, put), encode(item, put)] for k, item in value.items()]}
@@ -150,6 +153,7 @@ def unpacked(data: bytes) -> PyTree:
 
     def get(name: str) -> np.ndarray:
         dtype, shape, numbers = arrays[int(name)]
+        # `frombuffer` returns arrays that cannot be written to.
         return np.frombuffer(base64.b64decode(numbers), jnp.dtype(dtype)).reshape(shape).copy()
 
     return decode(value, get)
