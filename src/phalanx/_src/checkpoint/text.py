@@ -20,7 +20,7 @@ _MOST_BITS = 14_000
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 Put = Callable[[Any], str]
-"""Stores an array of NumPy, or one of JAX that spans processes, and returns its name."""
+"""Stores a copy of a NumPy array, or of a JAX array that spans processes, and returns its name."""
 
 
 def is_array(value: object) -> bool:
@@ -88,11 +88,12 @@ def encode_array(value: Any, put: Put) -> dict[str, Any]:
       TypeError: the array holds Python objects or text.
     """
     if is_key(value):
-        return {_ARRAY: put(np.array(jax.random.key_data(value))), _KEY: str(jax.random.key_impl(value))}
+        return {_ARRAY: put(np.asarray(jax.random.key_data(value))), _KEY: str(jax.random.key_impl(value))}
     if spans_processes(value):
         # No process has all of it, so no copy can be made here.
         return {_ARRAY: put(value)}
-    array = np.array(value, order="C")
+    # No copy: `put` makes one.
+    array = np.asarray(value, order="C")
     # Files have one order of bytes, and name dtypes without it.
     array = array.astype(array.dtype.newbyteorder("="), copy=False)
     if dtype_of_name(array.dtype.name) != array.dtype:
