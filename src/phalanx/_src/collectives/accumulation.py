@@ -37,6 +37,7 @@ def dtype_of(op: ReduceOp, dtype: DTypeLike) -> DTypeLike:
 
 def divided(total: jax.Array, count: Divisor) -> jax.Array:
     """Returns a mean of floats from their sum."""
+    # With JAX's strict promotion of dtypes, which a program may turn on, no float is divided by an integer array.
     return total / (count.astype(total.dtype) if isinstance(count, jax.Array) else count)
 
 
@@ -76,6 +77,7 @@ def mean_of_parts(totals: Sequence[jax.Array], count: Divisor, dtype: DTypeLike)
     quotients, remainders = totals
     divisor = jnp.asarray(count, quotients.dtype)
     floor = quotients + remainders // divisor
+    # `//` rounds towards minus infinity, so a negative mean with a fraction is one too small.
     return jnp.where((floor < 0) & (remainders % divisor > 0), floor + 1, floor).astype(dtype)
 
 

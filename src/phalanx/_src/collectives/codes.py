@@ -88,6 +88,7 @@ def coded_sum(code: Code, x: jax.Array) -> tuple[jax.Array, jax.Array]:
     shard = code.decode(arrived, x.dtype).sum(axis=0, keepdims=True)
     result = code.encode(shard)
     total = code.decode(lax.all_gather(result, REPLICA_AXIS, tiled=True), x.dtype)
+    # The error of a summed shard must be kept once, not once per replica. The replica that has summed it keeps it.
     is_own = jnp.arange(n)[:, None] == lax.axis_index(REPLICA_AXIS)
     unsent = parts - code.decode(sent, x.dtype) + jnp.where(is_own, shard - code.decode(result, x.dtype), 0)
     return total.ravel()[: x.size].reshape(x.shape), unsent.ravel()[: x.size].reshape(x.shape)

@@ -50,6 +50,7 @@ class CompressedSum:
         self._compression, self._is_alone, self._whole = compression, whole is None, whole or list
         self._optimizer = optimizer
         self._taken = [i for i, g in enumerate(grads) if g is not None and _is_compressed(compression, g)]
+        # A model without weights has nothing to compress, whatever the rank is.
         if not self._taken and grads and (why := compression.refusal):
             raise InvalidArgumentError(
                 why,
@@ -87,12 +88,14 @@ class CompressedSum:
         def compressed() -> tuple[list[jax.Array], list[jax.Array]]:
             unsent = state[:count]
             inputs = [x + e for x, e in zip(arrays, unsent, strict=True)] if unsent else arrays
+            # A group that has shrunk to this replica may have left something unsent, which is applied now.
             if self._is_alone:
                 return inputs, [*map(jnp.zeros_like, unsent), *state[count:]]
             output = self._compression.sum(inputs, state[count:])
             # What is not finite would stay in all later gradients. A step that has such numbers leaves everything as it was.
             is_finite = _are_finite([*output.totals, *output.hints])
             keeps = is_finite & _are_finite(output.unsent)  # Only this replica has `unsent`. All have equal hints.
+            # Without error feedback, `unsent` is empty.
             new_unsent = [jnp.where(keeps, new, old) for new, old in zip(output.unsent, unsent, strict=False)]
             new_hints = [jnp.where(is_finite, new, old) for new, old in zip(output.hints, state[count:], strict=True)]
             return output.totals, [*new_unsent, *new_hints]
@@ -100,6 +103,7 @@ class CompressedSum:
         if not self._compression.start_step:
             return compressed()
         is_early = keras.ops.convert_to_tensor(self._optimizer.iterations) < self._compression.start_step
+        # All replicas count the same steps. If one took the other branch, its collectives would wait forever.
         result: tuple[list[jax.Array], list[jax.Array]] = lax.cond(
             is_early, lambda: (self._whole(arrays), state), compressed
         )

@@ -306,7 +306,7 @@ def _takes_list(fn: Callable[..., Any]) -> bool:
     arguments.function("accumulation_fn", fn, "accumulation_fn=jnp.maximum")
     try:
         parameters = inspect.signature(fn).parameters.values()
-    except ValueError:
+    except ValueError:  # Built-in functions such as `max` have no signature.
         parameters = ()  # type: ignore[assignment]
     kinds = [p.kind for p in parameters]
     needed = [p for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -339,6 +339,7 @@ def _fold(
     for k in range(1, max(map(len, groups))):
         moves = [(g[k], g[0]) for g in groups if k < len(g)]
         arrived = ppermute(value, REPLICA_AXIS, moves)
+        # `ppermute` gives zeros to replicas that receive nothing, so they keep their totals.
         is_main = jnp.isin(index, jnp.array([to for _, to in moves]))
         total = jnp.where(is_main, accumulate(total, arrived), total)
     return total
@@ -421,7 +422,7 @@ def _require_program() -> None:
     """
     try:
         lax.axis_size(REPLICA_AXIS)
-    except NameError:
+    except NameError:  # JAX's error for an axis that no `shard_map` has.
         raise ContextError(
             "a cross-device operation outside merge_call", "it runs only inside a program of the replicas.", _REDUCE_TO
         ) from None

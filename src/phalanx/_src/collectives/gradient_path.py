@@ -139,6 +139,7 @@ class _AccumulatedSum:
             # Keras's `apply` adds the accumulators to the gradients. The totals contain them already.
             return sums, [*map(jnp.zeros_like, local_sums), *new_state]
 
+        # In all other steps, Keras's `apply` adds the gradients to the accumulators.
         result: tuple[list[Any], list[jax.Array]] = lax.cond(
             compat.is_last_accumulated(self._optimizer), sum_totals, lambda: (list(grads), list(state))
         )

@@ -110,6 +110,7 @@ class LocalSGD(LocalUpdates):
         optimizer, trained = applied.optimizer, applied.trained
         compat.take_outer(trained)  # They may have been trained with `DiLoCo` before.
         ids = set(map(id, [*trained, *optimizer.variables]))
+        # Accumulators are zero after an update, and replicas synchronize only then.
         ids -= set(map(id, compat.accumulators(optimizer, trained) if compat.accumulation_steps(optimizer) else ()))
         yield _average([v for v in applied.written if id(v) in ids or _is_of_nobody(v)], applied, self.every)
 
@@ -169,6 +170,7 @@ class DiLoCo(LocalUpdates):
             _require_optimizer(self.outer_optimizer)
             # Now, because in a step the learning rate has no value.
             object.__setattr__(self, "_config", self.outer_optimizer.get_config())
+        # Refuses a wrong choice before the first step.
         compression_of(CommunicationOptions(compression=self.compression))
 
     @override
@@ -204,6 +206,7 @@ class DiLoCo(LocalUpdates):
 
         def step(values: list[jax.Array]) -> list[jax.Array]:
             local, weights, slots, unsent = _cut(values, lengths)
+            # Outer minus local weights, because an optimizer subtracts its gradient. `whole` adds, and the mean is wanted.
             changes = [(w - x) / n for w, x in zip(weights, local, strict=True)]
             if compressed:
                 gradients, unsent = compressed.sum(changes, unsent)
@@ -211,9 +214,10 @@ class DiLoCo(LocalUpdates):
                 gradients = changes if whole is None else whole(changes)
             weights, slots = outer_optimizer.stateless_apply(slots, gradients, weights)
             weights = [_constrained(v, w) for v, w in zip(fragment, weights, strict=True)]
-            return [*weights, *weights, *slots, *unsent]
+            return [*weights, *weights, *slots, *unsent]  # All replicas continue from the outer weights.
 
         def run(values: list[jax.Array]) -> list[jax.Array]:
+            # The fragments are due at equal distances, the last one at the end of each period.
             due = compat.is_due(optimizer, self.every, (number + 1) * self.every // self.fragments)
             changed: list[jax.Array] = lax.cond(due, step, lambda x: x, values)
             return changed
@@ -247,6 +251,7 @@ def gradients_of(local: LocalUpdates, grads: Sequence[Any], num_replicas: int) -
     require_groups(local, num_replicas)
     size = min(local.replicas_per_group, num_replicas)
     count = num_replicas // size
+    # Each group updates as if the other groups had equal gradients, which the sum would contain too.
     scaled = [g * count for g in grads if g is not None]
     if size > 1:
         scaled = _sums(scaled, None if count == 1 else size)

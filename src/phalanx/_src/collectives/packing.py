@@ -81,7 +81,7 @@ def _by_dtype(dtypes: Sequence[str]) -> list[list[int]]:
 
 
 def _even(group: list[int], sizes_bytes: Sequence[int], num_packs: int) -> list[list[int]]:
-    total = max(1, sum(sizes_bytes[i] for i in group))
+    total = max(1, sum(sizes_bytes[i] for i in group))  # All arrays may be empty.
     packs: dict[int, list[int]] = {}
     start = 0
     for i in group:

@@ -28,6 +28,7 @@ from phalanx.typing import PyTree
 
 T = TypeVar("T")
 
+# The beginnings of names, because JAX has variants such as psum_invariant.
 _COLLECTIVES = (
     "psum",
     "pmax",
@@ -56,7 +57,7 @@ def as_array(value: ArrayLike) -> jax.Array:
         )
     try:
         return jnp.asarray(value)
-    except PhalanxError:
+    except PhalanxError:  # A `PerReplica` refuses to become an array.
         raise
     except Exception as e:
         raise ReduceOpError(
@@ -82,7 +83,7 @@ def checked_arrays(tree: PyTree) -> PyTree:
 
     def checked(leaf: ArrayLike) -> ArrayLike:
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "OSUMm":
-            return leaf
+            return leaf  # `as_array` would copy it to a device.
         array = as_array(leaf)
         is_one = isinstance(leaf, (int, float, complex, np.ndarray, np.generic, jax.Array))
         # Copy it, because the next step may be given the array of the variable itself, and donate it.
@@ -145,7 +146,7 @@ def all_reduce(
     if counts is not None:
         results = [jnp.where(counts, x, 0) for x in results]
     if counts is not None and num_replicas > 1 and op is ReduceOp.MEAN:
-        divisor = jnp.maximum(psum(jnp.asarray(counts, jnp.int32), REPLICA_AXIS), 1)
+        divisor = jnp.maximum(psum(jnp.asarray(counts, jnp.int32), REPLICA_AXIS), 1)  # 0 / 0 would be NaN.
     if num_replicas > 1:
         results = [_counted_gradient(counts, x) for x in sums(results, wire_dtype)]
     if op is ReduceOp.MEAN:
