@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 
+# The backward pass then reads one stored array. JAX's own derivative stores three: x, the probability and an exponential.
 @jax.custom_jvp
 def gelu(x: jax.Array) -> jax.Array:
     """Returns x times the probability that a normally distributed number is below x.

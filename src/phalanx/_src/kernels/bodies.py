@@ -56,7 +56,7 @@ def _rewritten(value: Any, *, is_body: bool) -> Any:
         return jaxpr.replace(eqns=[new for eqn in value.eqns for new in _equations(eqn, is_body=is_body)])
     if isinstance(value, jex.ClosedJaxpr):
         return jex.ClosedJaxpr(_rewritten(value.jaxpr, is_body=is_body), value.consts)
-    if type(value) is tuple:
+    if type(value) is tuple:  # Not a namedtuple such as ConvDimensionNumbers, whose fields JAX reads.
         return tuple(_rewritten(each, is_body=is_body) for each in value)
     return value
 
@@ -65,6 +65,7 @@ def _equations(eqn: jex.JaxprEqn, *, is_body: bool) -> list[jex.JaxprEqn]:
     """Returns the equations that stand for one."""
     if eqn.primitive.name == _CONVOLUTION:
         return _transposed(eqn) if is_body and not _is_fast(eqn.params["dimension_numbers"]) else [eqn]
+    # jit and shard_map are not bodies: XLA inlines them, so that their convolutions are at the top level.
     is_body = is_body or eqn.primitive.name in _BODIES
     params = {name: _rewritten(value, is_body=is_body) for name, value in eqn.params.items()}
     return [eqn.replace(params=params)]
@@ -101,9 +102,9 @@ def _transposed(eqn: jex.JaxprEqn) -> list[jex.JaxprEqn]:
     outer = dict(zip([*inner.invars, *inner.outvars], [*eqn.invars, *eqn.outvars], strict=True))
     return [
         each.replace(
-            invars=[outer.get(v, v) if isinstance(v, jex.Var) else v for v in each.invars],
+            invars=[outer.get(v, v) if isinstance(v, jex.Var) else v for v in each.invars],  # Literals have no hash.
             outvars=[outer.get(v, v) for v in each.outvars],
-            source_info=eqn.source_info,
+            source_info=eqn.source_info,  # Profiles then name the line of the user.
         )
         for each in inner.eqns
     ]

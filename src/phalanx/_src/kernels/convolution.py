@@ -58,11 +58,13 @@ def _convolution_jvp(windows: Windows, primals: Any, tangents: Any) -> tuple[jax
     if not isinstance(dkernel, SymbolicZero):
         dy += convolution(x, dkernel, windows)
     if not isinstance(dx, SymbolicZero):
+        # JAX transposes these lines for the gradient: a matrix product, and an addition of overlapping windows.
         patches = jnp.concatenate(windows.linear_places(dx), -1)
         dy += jnp.matmul(patches, kernel.reshape(-1, kernel.shape[-1]))
     return y, dy
 
 
+# The input of a first layer has no gradient. Its tangent is a symbolic zero, for which nothing is computed.
 convolution.defjvp(_convolution_jvp, symbolic_zeros=True)
 
 

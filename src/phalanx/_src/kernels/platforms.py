@@ -26,5 +26,6 @@ def are_cpus(devices: Sequence[jax.Device]) -> bool:
     Args:
       devices: the strategy's devices. They count unless the program is for other processes.
     """
+    # Empty for a strategy without devices outside `compiled_for`: its program may be for any platform.
     platforms = _platforms.get() or {device.platform for device in devices}
     return bool(platforms) and all(platform == "cpu" for platform in platforms)

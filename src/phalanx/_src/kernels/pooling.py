@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from phalanx._src.kernels.windows import Windows
 
 
+# JAX's derivative of `maximum` would give each of two equal elements half of the gradient.
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def max_pool(x: jax.Array, windows: Windows) -> jax.Array:
     """Returns the largest element of each window.
@@ -32,6 +33,7 @@ def _max_pool_jvp(
     # NaN equals nothing, so that padding is no largest element of a window of -inf either.
     places = windows.places(x, jnp.nan if any(map(any, windows.padding)) else 0)
     first = jnp.full(largest.shape, len(places) - 1, jnp.uint8 if len(places) <= 256 else jnp.uint32)
+    # Backwards, so that the first of several equal elements is written last.
     for number, place in reversed(list(enumerate(places[:-1]))):
         first = jnp.where(place == largest, first.dtype.type(number), first)
     chosen = (jnp.where(first == number, dy, 0) for number, dy in enumerate(windows.linear_places(dx)))
@@ -48,5 +50,5 @@ def average_pool(x: jax.Array, windows: Windows) -> jax.Array:
     total = functools.reduce(jnp.add, windows.linear_places(x))
     if not any(map(any, windows.padding)):
         return total / math.prod(windows.sizes)
-    like = [n if d in windows.dims else 1 for d, n in enumerate(x.shape)]
+    like = [n if d in windows.dims else 1 for d, n in enumerate(x.shape)]  # The counts are equal along all other dims.
     return total / functools.reduce(jnp.add, windows.places(jnp.ones(like, x.dtype), 0))

@@ -94,7 +94,7 @@ class Windows:
             self.dims, counts, self.sizes, self.strides, self.padding, strict=True
         ):
             length = -(-((count - 1) * stride + size) // stride) * stride
-            config[d] = (before, length - x.shape[d] - before, 0)
+            config[d] = (before, length - x.shape[d] - before, 0)  # Negative for elements after the last window.
         return lax.pad(x, jnp.asarray(fill, x.dtype), config) if any(map(any, config)) else x
 
     def _split(self, x: jax.Array) -> dict[tuple[int, ...], jax.Array]:
