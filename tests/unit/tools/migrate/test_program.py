@@ -87,6 +87,10 @@ def test_line_becomes_another(before, after):
         ("getattr(tf, 'sum')(1)", "a module has no counterpart as a value"),
         ("use(tf)", "a module has no counterpart as a value"),
         ("tf.linalg.svd(a)", "HINT: u, s, vt"),
+        ("tf.nn.conv2d(a, b, 1, 'SAME', **options)", "write the arguments of `**options` one by one"),
+        ("tf.nn.max_pool2d(a, 2, 2)", "it has no counterpart without `padding`"),
+        ("tf.split(a, 2, no_such=1)", "the argument `no_such` has no counterpart"),
+        ("tf.print(a, summarize=3)", "the argument `summarize` has no counterpart"),
     ],
 )
 def test_unsafe_line_is_marked_and_not_guessed(line, reason):

@@ -25,7 +25,7 @@ def _value(arg: cst.Arg | None) -> object:
 
 def _args(call: cst.Call, *names: str) -> dict[str, cst.Arg]:
     """Returns the arguments of a call by name."""
-    positional = [arg for arg in call.args if arg.keyword is None and not arg.star]
+    positional = [arg for arg in call.args if arg.keyword is None]
     keywords = {arg.keyword.value: arg for arg in call.args if arg.keyword is not None}
     return dict(zip(names, positional, strict=False)) | keywords
 
@@ -108,8 +108,8 @@ def _logical_devices(call: cst.Call) -> cst.BaseExpression:
 
 def _print(call: cst.Call) -> cst.BaseExpression:
     """`tf.print` prints when a program runs, as `jax.debug.print` does."""
-    values = [arg for arg in call.args if arg.keyword is None and not arg.star]
-    if len(values) != len([arg for arg in call.args if not (arg.keyword and arg.keyword.value == "output_stream")]):
+    values = [arg for arg in call.args if arg.keyword is None]
+    if any(arg.star for arg in values):
         raise LookError('HINT: jax.debug.print("loss {}", loss)')
     texts, arrays = [], []
     for arg in values:

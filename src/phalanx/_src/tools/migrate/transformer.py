@@ -145,8 +145,9 @@ class Transformer(cst.CSTTransformer):
         of_devices: dict[int, cst.Call] = {}
         for call in self._layout.parents:
             if isinstance(call, cst.Call) and (path := self._regions.path(call.func)) in VIRTUAL_DEVICES:
-                with contextlib.suppress(LookError):
-                    FORMS[path](call)
+                # A call that gets a mark keeps its arguments.
+                with contextlib.suppress(LookError, MismatchError):
+                    self._form(path, call)
                     values = [
                         arg.value.left if isinstance(arg.value, cst.BinaryOperation) else arg.value for arg in call.args
                     ]
@@ -251,7 +252,7 @@ class Transformer(cst.CSTTransformer):
         elif path in _PAIRS and not self._is_unpacked(original):
             raise LookError("its target is a pair without names. HINT: values, indices = keras.ops.top_k(x, k)")
         elif path in FORMS:
-            new = FORMS[path](updated)
+            new = self._form(path, updated)
             if id(original) in self._late:
                 self._look(
                     original,
@@ -270,6 +271,10 @@ class Transformer(cst.CSTTransformer):
         if row.note.startswith("look: "):
             self._look(original, path, row.note.removeprefix("look: "))
         return new
+
+    def _form(self, path: str, call: cst.Call) -> cst.BaseExpression:
+        migrated(self._table.rows(path), call)  # A form expects that the row of the name allows the arguments.
+        return FORMS[path](call)
 
     def _replaced(self, original: cst.Name | cst.Attribute, updated: cst.BaseExpression) -> cst.BaseExpression:
         """Returns the replacement of a name that is not called."""
