@@ -15,6 +15,7 @@ from phalanx._src.cluster.untrusted import new_file, read_data
 from phalanx.errors import InvalidArgumentError, MissingDependencyError, PhalanxError
 from phalanx.errors.printable import printable
 
+# Address space only: the kernel commits a page of the stack when the thread touches it.
 _STACK_BYTES = 512_000_000
 
 
@@ -48,18 +49,20 @@ def _run(path: Path, output: str | None, in_place: bool, check: bool) -> int:
     files = _files(path)
     if output is not None and path.is_dir() and Path(output).is_file():
         raise InvalidArgumentError(f"phalanx migrate {path} -o {output}", "a folder needs a folder.", "-o new_folder")
-    codes = [0]
+    codes = [0]  # A folder without programs is not an error.
     for file in files:
         try:
             source = _source_of(file)
             migration = (migrate_notebook if file.suffix == ".ipynb" else migrate)(source, str(file), the_table())
             codes.append(migration.report.exit_code)
+            # To stderr: stdout has only the diff, for `phalanx migrate train.py | patch`.
             print(*map(printable, migration.report.lines()), sep="\n", file=sys.stderr)
             if check:
                 continue
             if in_place or output is not None:
                 # The user has named the file that a link leads to.
                 target = file.resolve() if in_place else _target(file, path, Path(str(output)))
+                # With -o, files that do not change are copied too, so that the new folder is complete.
                 if not in_place or migration.source != source:
                     with new_file(target, Path(str(output)) if path.is_dir() and not in_place else None) as opened:
                         opened.write(migration.source)
@@ -81,6 +84,7 @@ def _files(path: Path) -> list[Path]:
             for file in path.rglob(f"*{suffix}")
             if file.is_file()
             and not file.is_symlink()
+            # `.venv` has the programs of others, and `.ipynb_checkpoints` has copies.
             and not any(part.startswith(".") for part in file.relative_to(path).parts)
         )
     if os.path.isfile(path):
@@ -103,11 +107,13 @@ def _target(file: Path, root: Path, output: Path) -> Path:
 
 
 def _print_diff(before: bytes, after: bytes, file: Path) -> None:
+    # `patch` knows no line ends but "\n", so the diff must not split at others, as `str.splitlines` does.
     old, new = (io.StringIO(text.decode(errors="replace"), newline="\n").readlines() for text in (before, after))
     name = printable(str(file)).replace("\n", "\\n")  # Or else it could be a diff itself.
     lines = difflib.unified_diff(old, new, name, name)
     # A pipe gets the diff as it is, for `patch`.
     for line in map(printable, lines) if sys.stdout.isatty() else lines:
+        # difflib does not write this line, without which `patch` would add a line feed to the last line.
         sys.stdout.write(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n")
 
 

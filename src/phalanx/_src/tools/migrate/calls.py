@@ -52,6 +52,7 @@ def migrated(
             continue
         if row.kind == "name":
             target = func or cst.parse_expression(row.target)
+            # The call is changed and not built, so that its comments and line breaks remain.
             return row, call.with_changes(func=target, args=_arguments(row, call.args, bound))
         receiver = {"self": cst.Arg(call.func.value)} if isinstance(call.func, cst.Attribute) else {}
         return row, _filled(row.target, {**receiver, **{argument.name: arg for argument, arg in bound}})
@@ -112,6 +113,7 @@ def _literal(text: str) -> object:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return text
+    # With the type, because `1 == True` in Python.
     return (type(value).__name__, value)
 
 
@@ -126,6 +128,7 @@ def _arguments(row: Row, args: Sequence[cst.Arg], bound: _Bound) -> list[cst.Arg
         if argument is None or argument.name.startswith("*"):
             changed.append(arg)
         elif argument.target == "" or argument.is_refused:
+            # Arguments behind a dropped one would move forward, so they are passed by keyword.
             is_spread = False
             continue
         elif (
@@ -212,6 +215,7 @@ class _Filling(cst.CSTTransformer):
         value = self._values.get(original_node.value.removeprefix("place_"))
         if value is None or not original_node.value.startswith("place_"):
             return updated_node
+        # A generator needs its parentheses unless it is the only argument.
         is_alone = id(original_node) in self._alone and not isinstance(value, cst.GeneratorExp)
         clone = value.deep_clone()
         return clone if is_alone else in_parentheses(clone)

@@ -41,6 +41,7 @@ class TensorNames(cst.CSTVisitor):
 
     @override
     def visit_Param(self, node: cst.Param) -> None:
+        # A parameter with a default, or with one of these names, is mostly an option of Python and no tensor.
         is_flag = node.default is not None or node.name.value in {"self", "cls", "training", "mode"}
         if not is_flag:
             self.parameters.add(node.name.value)
@@ -74,12 +75,14 @@ def may_be_tensor(test: cst.BaseExpression, names: TensorNames, path: Callable[[
     if isinstance(test, cst.Comparison):
         sides = [test.left, *(target.comparator for target in test.comparisons)]
         operators = [target.operator for target in test.comparisons]
+        # `x is None` and `mode in modes` are tests of Python values.
         if all(isinstance(operator, cst.Is | cst.IsNot | cst.In | cst.NotIn) for operator in operators):
             return False
         if any(isinstance(side, cst.BaseString) for side in sides):
             return False
         compared = names.results | names.parameters
         return any(has_result(side, path, compared) for side in sides)
+    # Not the parameters: a bare one, as in `if is_training:`, is a flag more often than a tensor.
     return has_result(test, path, names.results)
 
 
@@ -93,6 +96,7 @@ class _Search(cst.CSTVisitor):
     @override
     def visit_Call(self, node: cst.Call) -> bool:
         path = self._path(node.func)
+        # Most names of tf.keras and tf.data make layers, models and datasets, which are no tensors.
         self.has_result |= bool(path) and path not in _STATIC and not path.startswith(("tf.keras", "tf.data"))
         return dotted(node.func) not in _OF_PYTHON and path not in _STATIC
 
@@ -166,7 +170,7 @@ class ControlFlow(cst.CSTVisitor):
             values = [arg.value for arg in node.iter.args]
             if names and any(has_result(value, path, names.results | names.parameters) for value in values):
                 self._look(node, "for", "over a number that may be a tensor. HINT: phalanx.while_loop, or range(n)")
-            elif all(arg.keyword is None for arg in node.iter.args):
+            elif all(arg.keyword is None for arg in node.iter.args):  # Python's `range` takes no keywords.
                 self.loops.add(id(node.iter))
         elif names and isinstance(node.iter, cst.Name) and _is_dataset(node.iter.value, names):
             self._look(node, "for", "a loop over a dataset cannot be compiled. HINT: put the loop around the function")
@@ -258,6 +262,7 @@ class _GlobalSums(cst.CSTVisitor):
 
 def _is_size(node: cst.BaseExpression) -> bool:
     """Whether an expression is a number of rows that does not come from a batch, or such a number as a float."""
+    # `float(batch)`, or `tf.cast(batch, tf.float32)`.
     if isinstance(node, cst.Call) and len(node.args) in (1, 2):
         return _is_size(node.args[0].value)
     return "batch" in dotted(node).rpartition(".")[2].lower()

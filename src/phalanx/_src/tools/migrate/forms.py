@@ -115,7 +115,9 @@ def _print(call: cst.Call) -> cst.BaseExpression:
     for arg in values:
         value = _value(arg)
         if isinstance(value, str):
+            # Braces in the text would be places for values in `jax.debug.print`.
             texts.append(value.replace("{", "{{").replace("}", "}}"))
+        # An f-string is computed when the function is traced, and would show tracers.
         elif isinstance(arg.value, cst.FormattedString):
             raise LookError('HINT: jax.debug.print("loss {}", loss)')
         else:

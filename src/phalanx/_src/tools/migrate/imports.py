@@ -64,10 +64,12 @@ class Imports(cst.CSTTransformer):
         self._remaining = remaining
         moved = {binding.target for binding in bindings if binding.target and id(binding) in remaining}
         self._needed = set(roots) | {target.partition(".")[0] for target in moved}
+        # Without `import phalanx` before it, `import keras` would choose its default backend, TensorFlow.
         if "keras" in self._needed:
             self._needed.add("phalanx")
         self._present = {local for local, module in MODULES.items() if module in assigned.get(local, ())}
         for local in sorted(self._needed & set(MODULES)):
+            # `from tensorflow import keras` gives way to `import keras`, so the name has no other meaning.
             meanings = set(assigned.get(local, ())) - {MODULES[local], f"tensorflow.{local}"}
             if meanings:
                 raise RefusedError(
@@ -147,6 +149,7 @@ class Imports(cst.CSTTransformer):
     def leave_Module(self, original_node: cst.Module, updated_node: cst.Module) -> cst.Module:
         new = [_import_of(local) for local in MODULES if local in self._needed - self._present]
         body = list(updated_node.body)
+        # In the original, which still has the imports. Statements before the first of them keep their indices.
         at = self._position(original_node)
         if new and at < len(body):
             lines: Sequence[cst.EmptyLine] = getattr(body[at], "leading_lines", ())
@@ -168,6 +171,7 @@ class Imports(cst.CSTTransformer):
                     modules = {qualified.partition(".")[0] for _, _, qualified in aliases_of(small)}
                     if modules & _BEFORE:
                         return i
+            # Python wants the docstring and imports from `__future__` first.
             is_text = i == 0 and isinstance(statement.body[0], cst.Expr)
             small_ = statement.body[0]
             is_future = isinstance(small_, cst.ImportFrom) and dotted(small_.module) == "__future__"

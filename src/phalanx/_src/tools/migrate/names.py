@@ -93,6 +93,7 @@ def path_in_tensorflow(name: str) -> str:
 
 def aliases_of(statement: cst.Import | cst.ImportFrom) -> Iterator[tuple[cst.ImportAlias, str, str]]:
     """Yields each alias of an import with its local name and its qualified name."""
+    # A relative import is one of the program's own modules, even `from .tensorflow import x`.
     if isinstance(statement.names, cst.ImportStar) or (isinstance(statement, cst.ImportFrom) and statement.relative):
         return
     module = dotted(statement.module) if isinstance(statement, cst.ImportFrom) else ""
@@ -142,6 +143,7 @@ class UsedNames:
         while pending:
             assignment, binding = pending.pop()
             for access in assignment.references:
+                # An alias may have aliases: `keras = tf.keras`, and then `layers = keras.layers`.
                 pending += self._refer(access.node, access.referents, binding)
 
     def reference(self, node: cst.CSTNode) -> Reference | None:
@@ -155,6 +157,7 @@ class UsedNames:
     def _look_at(self, assignment: BaseAssignment) -> list[tuple[BaseAssignment, Binding]]:
         if not isinstance(assignment, Assignment):
             return []
+        # The assignment of `import a.b` has the name `a.b`, but binds `a`.
         name = assignment.name.partition(".")[0]
         if not isinstance(assignment, ImportAssignment):
             self.assigned.setdefault(name, set()).add("")
@@ -167,6 +170,7 @@ class UsedNames:
             return []
         pairs: list[tuple[BaseAssignment, Binding]] = []
         for _, local, qualified in aliases_of(statement):
+            # libcst has one assignment per alias, but the node of each is the statement with all of them.
             if local == name:
                 self.assigned.setdefault(name, set()).add(qualified)
                 if path := path_in_tensorflow(qualified):
@@ -176,6 +180,7 @@ class UsedNames:
     def _bind(self, statement: cst.CSTNode, local: str, path: str) -> Binding:
         rows = self._table.rows(path)
         target = rows[0].target if rows and rows[0].kind == "name" else ""
+        # `jnp` and `np` are no modules, so that `from jnp import sin` would fail.
         is_moved = target.rpartition(".")[2] == path.rpartition(".")[2] and not target.startswith(("jnp.", "np."))
         binding = Binding(local, path, target if is_moved else "", statement)
         return self.bindings.setdefault((id(statement), local), binding)
@@ -183,6 +188,7 @@ class UsedNames:
     def _refer(
         self, node: cst.CSTNode, referents: Collection[BaseAssignment], binding: Binding
     ) -> list[tuple[BaseAssignment, Binding]]:
+        # After `import a.b`, libcst's access is the chain `a.b`. The walk below begins at its first name.
         while isinstance(node, cst.Attribute):
             node = node.value
         if not isinstance(node, cst.Name) or node not in self._parents or id(node) in self._seen:
@@ -192,6 +198,7 @@ class UsedNames:
         chain: Chain = node
         self.references[id(chain)] = Reference(binding.path, binding)
         while isinstance(parent := self._parents[chain], cst.Attribute) and parent.value is chain:
+            # Only the longest chain counts: `tf.keras` in the middle of `tf.keras.Model` is not to be replaced.
             del self.references[id(chain)]
             path = f"{binding.path}.{dotted(parent).removeprefix(node.value + '.')}"
             chain = parent
@@ -203,6 +210,7 @@ class UsedNames:
             statement = referent.node if isinstance(referent, Assignment) else None
             imports = aliases_of(statement) if isinstance(statement, cst.Import | cst.ImportFrom) else ()
             paths = {path_in_tensorflow(qualified) for _, local, qualified in imports if local == node.value}
+            # `try` and `except ImportError` may import the same module in two ways.
             if statement is not binding.statement and paths != {binding.path}:
                 raise RefusedError(node, f"`{node.value}` is {binding.path} and something else. Use two names.")
 
@@ -217,6 +225,7 @@ class UsedNames:
             return []
         rows, _ = self._table.find(path)
         assignments = [x for x in scope.assignments[target.value] if isinstance(x, Assignment) and x.scope is scope]
+        # Other kinds of rows replace, mark or keep the value right here, so the alias itself needs no change.
         if len(assignments) != 1 or (rows and rows[0].kind != "name"):
             return []
         return [(assignments[0], self._bind(target, target.value, path))]

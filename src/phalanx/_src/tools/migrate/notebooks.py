@@ -27,6 +27,7 @@ def _is_python(source: str) -> bool:
     try:
         with warnings.catch_warnings(action="ignore"):
             ast.parse(source)
+    # CPython raises the first two for deep expressions.
     except (MemoryError, RecursionError, SyntaxError, ValueError):
         return False
     return True
@@ -47,6 +48,7 @@ class _Magics:
     def hidden(self, source: str) -> str:
         """Returns the source of a cell with a call for each line that is not Python."""
         source = textwrap.dedent(source)  # As IPython does.
+        # The cell first, and then its lines: one that begins with `%` may continue an expression.
         if _is_python(source):
             return source
         lines = source.split("\n")
@@ -89,8 +91,10 @@ def migrate_notebook(source: bytes, path: str, table: NameTable) -> Migration:
     begin, magic = _new_names(sources)
     magics = _Magics(magic)
     program = "".join(f"{begin}({i})\n{magics.hidden(text)}\n" for i, text in enumerate(sources))
+    # JSON may hold halves of characters. Python refuses their bytes, and the report says so.
     migration = migrate(program.encode(errors="surrogatepass"), path, table)
     report = _by_cell(migration.report, program, begin)
+    # The bytes stay, because json.dumps would format the file in another way.
     if migration.source == program.encode(errors="surrogatepass"):
         return Migration(source, report)
     parts = re.split(rf"^{begin}\((\d+)\)\n", migration.source.decode(), flags=re.MULTILINE)
@@ -118,7 +122,7 @@ def _by_cell(report: Report, program: str, begin: str) -> Report:
     for finding in report.findings:
         cell = sum(start <= finding.line for start in starts)
         line = finding.line - starts[cell - 1] if cell else finding.line
-        findings.append(Finding(finding.line, finding.kind, f"{finding.text}", f"cell {cell}, line {line}"))
+        findings.append(Finding(finding.line, finding.kind, finding.text, f"cell {cell}, line {line}"))
     return Report(report.path, findings)
 
 

@@ -48,10 +48,12 @@ def migrate(source: bytes, path: str, table: NameTable) -> Migration:
       table: the table of names.
     """
     report = Report(path)
+    # Other files are not parsed, so they may be in any version of Python.
     if b"tensorflow" not in source:
         return Migration(source, report)
     # First by Python, which explains errors better, and refuses what is so deep that libcst's parser would overflow the stack.
     try:
+        # Notebooks may have `await` outside functions. Warnings of the program are for those who run it.
         with warnings.catch_warnings(action="ignore"):
             compile(source, "program", "exec", ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)
     except SyntaxError as e:
@@ -65,6 +67,7 @@ def migrate(source: bytes, path: str, table: NameTable) -> Migration:
     except (cst.ParserSyntaxError, ValueError) as e:
         line = e.raw_line if isinstance(e, cst.ParserSyntaxError) else 1
         return _unreadable(source, path, line, f"libcst cannot read this: {str(e).splitlines()[0]}")
+    # The copy would make sure that no node occurs twice in the tree. None does after `parse_module`.
     wrapper = MetadataWrapper(module, unsafe_skip_copy=True)
     try:
         with _no_collection():
@@ -103,6 +106,7 @@ def _migrated(wrapper: MetadataWrapper, table: NameTable, report: Report) -> cst
     module, parents, scopes = wrapper.module, parents_of(wrapper.module), wrapper.resolve(ScopeProvider)
     names = UsedNames(scopes, parents, table)
     walk(module, Refusals(names))
+    # The word is only in a text or a comment.
     if not names.bindings:
         return module
     regions = Regions(names, parents)
@@ -112,5 +116,6 @@ def _migrated(wrapper: MetadataWrapper, table: NameTable, report: Report) -> cst
     layout = Layout(parents, wrapper.resolve(PositionProvider), scopes)
     transformer = Transformer(names=names, regions=regions, flow=flow, table=table, report=report, layout=layout)
     changed = module.visit(transformer)
+    # A second pass, because only the end of the first one shows which imports are still used.
     bindings = names.bindings.values()
     return changed.visit(Imports(bindings, transformer.remaining, transformer.roots, names.assigned))

@@ -47,6 +47,7 @@ class Refusals(cst.CSTVisitor):
             raise RefusedError(
                 node, f"`{source_of(node)}` uses a name that is not in the source. Write {reference.path}.name."
             )
+        # In the text of the call, because the name may be a keyword argument or a part of an expression.
         if name.rpartition(".")[2] in {"__import__", "import_module"} and "tensorflow" in source_of(node):
             raise RefusedError(node, f"write `import tensorflow as tf` instead of `{source_of(node)}`.")
 

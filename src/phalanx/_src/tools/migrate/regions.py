@@ -15,6 +15,7 @@ Function = cst.FunctionDef | cst.Lambda
 _OF_DATASETS = {"map", "filter", "flat_map", "interleave", "apply", "take_while", "group_by_window", "map_with_options"}
 _COMPILED_BY = {"run", "experimental_run_v2", "run_steps", "schedule"}
 _COMPILED_METHODS = {"call", "train_step", "test_step", "predict_step", "compute_loss"}
+# Their effects would occur once, in the trace, or they need the value of a tensor, which a trace does not have.
 _IMPURE_CALLS = {"print", "append", "extend", "numpy", "float", "int", "input", "open", "write", "update", "add"}
 
 
@@ -97,6 +98,7 @@ class Regions(cst.CSTVisitor):
             self._of_programs += values[:1]
         elif not path and isinstance(node.func, cst.Attribute) and values:
             method = node.func.attr.value
+            # The class of the object is unknown, so the name of the method decides. `jax.tree.map` is no method.
             if method in _OF_DATASETS and not self._is_of_module(node.func):
                 self._of_data += values
             elif method in _COMPILED_BY:
@@ -108,6 +110,7 @@ class Regions(cst.CSTVisitor):
 
     @override
     def leave_Module(self, original_node: cst.Module) -> None:
+        # At the end, because a dataset may use a function that is defined further down.
         self.in_tensorflow |= self._closure(self._of_data, [])
         self.compiled |= self._closure(self._of_programs, self._compiled_roots)
         for function, statement in self._tapes:
@@ -116,6 +119,7 @@ class Regions(cst.CSTVisitor):
                 self.to_decorate.add(id(function))
             elif not inside:
                 self.bare_tapes.add(id(statement))
+        # What a decorated function calls is traced with it, so that control flow there is looked at too.
         self.compiled |= self._closure([], [f for f, _ in self._tapes if f is not None and id(f) in self.to_decorate])
 
     def _functions(self, expression: cst.BaseExpression) -> Iterator[cst.CSTNode]:
@@ -132,6 +136,7 @@ class Regions(cst.CSTVisitor):
         elif isinstance(expression, cst.Name):
             yield from self._names.definitions.get(id(expression), [])
         elif isinstance(expression, cst.Attribute) and dotted(expression.value) in {"self", "cls"}:
+            # Of all classes: the class of `self` may inherit the method from any of them.
             yield from self._methods.get(expression.attr.value, [])
 
     def _closure(self, expressions: list[cst.BaseExpression], roots: list[cst.CSTNode]) -> set[int]:
@@ -176,6 +181,7 @@ class _SideEffects(cst.CSTVisitor):
 
     @override
     def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
+        # `self.step = 1` and `losses[i] = x` outlive the call. A local name does not.
         self.are_absent &= not isinstance(node.target, cst.Attribute | cst.Subscript)
 
     @override

@@ -93,6 +93,7 @@ class Row:
         items = arguments.split()
         plain = [Argument.parse(item) for item in items if item not in {"/", "..."}]
         leading = items.index("/") if "/" in items else 0
+        # An empty column passes all arguments on, like `...`.
         return Row(name, target, tuple(plain), leading, "..." in items or not items, note)
 
     @property

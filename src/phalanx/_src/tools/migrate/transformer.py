@@ -101,6 +101,7 @@ class Transformer(cst.CSTTransformer):
         if id(node) not in self._concerned:
             return False
         if isinstance(node, cst.SimpleStatementLine | cst.BaseCompoundStatement):
+            # Statements contain others. A mark stands above the innermost one.
             self._marks.append([])
         if id(node) in self._regions.in_tensorflow:
             self._depth_in_tensorflow += 1
@@ -114,6 +115,7 @@ class Transformer(cst.CSTTransformer):
     ) -> CSTNodeT | cst.RemovalSentinel | cst.FlattenSentinel[CSTNodeT]:
         if id(original_node) not in self._concerned:
             return updated_node
+        # An argument has an empty path. It stays here, and the form of its call drops it.
         if path := self._unneeded.get(id(original_node)):
             self._change(original_node, path, "nothing", "")
             return REMOVED.deep_clone()  # type: ignore[return-value]
@@ -131,6 +133,7 @@ class Transformer(cst.CSTTransformer):
         changing = {*self._names.references, *self._flow.looks, *self._flow.loops, *self._regions.to_decorate}
         concerned: set[int] = set()
         for node in self._layout.parents:
+            # The table has methods of any object, so that every call of a method may change.
             is_method = isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute)
             # Visits come from above, so what is around a node is visited too.
             if id(node) in changing or is_method:
@@ -148,6 +151,7 @@ class Transformer(cst.CSTTransformer):
                 # A call that gets a mark keeps its arguments.
                 with contextlib.suppress(LookError, MismatchError):
                     self._form(path, call)
+                    # Of `[Device()] * 2`, the new call needs the number.
                     values = [
                         arg.value.left if isinstance(arg.value, cst.BinaryOperation) else arg.value for arg in call.args
                     ]
@@ -161,6 +165,7 @@ class Transformer(cst.CSTTransformer):
                 scope = self._layout.scopes.get(target)
                 assignments = list(scope[target.value]) if scope and isinstance(target, cst.Name) else []
                 uses = [id(access.node) for assignment in assignments for access in assignment.references]
+                # Only if this is the one assignment of the name: after another, it could mean other devices.
                 if len(assignments) == len(node.targets) and uses and all(use in of_devices for use in uses):
                     self._unneeded[id(node)] = path
                 else:
@@ -217,6 +222,7 @@ class Transformer(cst.CSTTransformer):
 
     @override
     def visit_Call(self, node: cst.Call) -> None:
+        # `leave_Call` replaces this name, because the arguments select the row.
         self._called.add(id(node.func))
 
     @override
@@ -243,6 +249,7 @@ class Transformer(cst.CSTTransformer):
     ) -> cst.BaseExpression:
         path, row = reference.path, rows[0]
         rest = path.removeprefix(row.name)
+        # A `drop` comes here if something uses its result. It is no statement then and cannot be removed.
         if row.kind == "drop" or {row.kind for row in rows} == {"none"}:
             raise LookError(row.note)
         if id(original) in self._flow.loops:
@@ -259,9 +266,11 @@ class Transformer(cst.CSTTransformer):
                     path,
                     "it must run before anything uses the devices. HINT: move it to the first line below the imports",
                 )
+        # The table has no arguments of methods of a class, such as `tf.keras.Model.from_config`.
         elif rest or (row.kind == "expression" and row.is_open):
             new = updated.with_changes(func=self._name(original.func, reference, rows))
         else:
+            # After `from tensorflow.keras.layers import Dense`, only the import changes, and `Dense(1)` stays.
             is_spelled = row.kind == "name" and reference.is_spelled(row.target)
             if is_spelled:
                 self.remaining.add(id(reference.binding))
@@ -286,6 +295,7 @@ class Transformer(cst.CSTTransformer):
         rows = self._rows(original, reference)
         if rows is None:
             return updated
+        # Without the arguments of a call, nothing could choose among several rows.
         if rows[0].kind == "template" and len(rows) == 1:
             new = as_function(rows[0])
             self._need(new)
@@ -385,6 +395,7 @@ class Transformer(cst.CSTTransformer):
         name = original.func.attr.value
         rows = self._table.rows(f".{name}")
         root = dotted(original.func.value).partition(".")[0]
+        # The functions of a module that the program imports are not methods, whatever they are called.
         if not rows or (root and any(self._names.assigned.get(root, ()))):
             return updated
         try:
@@ -400,6 +411,7 @@ class Transformer(cst.CSTTransformer):
     def _with_comments(self, original: cst.Call, new: cst.BaseExpression) -> cst.BaseExpression:
         """Writes comments of a call that its replacement does not have above the statement."""
         if self._layout.has_several_lines(original) and "#" in source_of(original):
+            # Lists, because a call may have the same comment twice.
             before, after = (
                 [node.value for node in m.findall(call, m.Comment()) if isinstance(node, cst.Comment)]
                 for call in (original, new)
@@ -417,6 +429,7 @@ class Transformer(cst.CSTTransformer):
         self._change(
             original_node, "tf.GradientTape", "@phalanx.function", "a tape records only in a compiled function"
         )
+        # The last decorator is applied first, so that the others, such as a timer, wrap the compiled function.
         decorator = cst.Decorator(cst.parse_expression("phalanx.function"))
         return updated_node.with_changes(decorators=[*updated_node.decorators, decorator])
 
@@ -434,6 +447,7 @@ def _target_of(row: Row, new: cst.BaseExpression) -> str:
 def _marked(statement: CSTNodeT, marks: Sequence[str]) -> CSTNodeT:
     """Returns a statement with comments above it that are not there yet."""
     lines: Sequence[cst.EmptyLine] = getattr(statement, "leading_lines", ())
+    # A second run of the command meets the marks of the first.
     present = {line.comment.value for line in lines if line.comment}
     new = [cst.EmptyLine(comment=cst.Comment(mark)) for mark in dict.fromkeys(marks) if mark not in present]
     return statement.with_changes(leading_lines=[*lines, *new])
