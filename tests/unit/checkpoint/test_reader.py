@@ -262,6 +262,7 @@ def test_differences_of_two_checkpoints(tmp_path, capsys):
     one, same = np.ones(2), {"same": np.ones(2)}
     first = same | {"moved": np.zeros((2, 2)), "shape": one, "dtype": one + 0, "gone": 1, "number": 5}
     second = same | {"moved": np.diag([0.5, 0]), "shape": np.ones(3), "dtype": np.ones(2, "f"), "number": 6}
+    first, second = first | {"turned": one * 3j}, second | {"turned": one * (4 + 0j)}
     paths = [Checkpoint(**x).write(tmp_path / name) for name, x in (("a", first), ("b", second | {"new": np.ones(1)}))]
     assert COMMANDS["diff"](paths[0], paths[0]) == 0
     assert capsys.readouterr().out == "They are equal.\n"
@@ -269,6 +270,7 @@ def test_differences_of_two_checkpoints(tmp_path, capsys):
     rows = {row[0]: " ".join(row[1:]) for row in map(str.split, capsys.readouterr().out.splitlines()[1:])}
     assert rows == {
         "moved": "float64 (2, 2) float64 (2, 2) 1 of 4 values, by up to 0.5",
+        "turned": "complex128 (2,) complex128 (2,) 2 of 2 values, by up to 5",
         "shape": "float64 (2,) float64 (3,) shape",
         "dtype": "float64 (2,) float32 (2,) dtype",
         "gone": "1 missing",

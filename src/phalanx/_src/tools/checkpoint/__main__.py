@@ -233,7 +233,8 @@ def _difference(first: Any, second: Any) -> tuple[str, str, str] | None:
         return *about, "shape" if first.shape != second.shape else "dtype"
     if first.tobytes() == second.tobytes():
         return None
-    apart = np.abs(first.astype(np.float64) - second.astype(np.float64))
+    widest = np.complex128 if first.dtype.kind == "c" else np.float64
+    apart = np.abs(first.astype(widest) - second.astype(widest))
     differ = int(np.count_nonzero(first != second))
     return *about, f"{differ} of {first.size} values, by up to {np.max(apart):.3g}"
 
