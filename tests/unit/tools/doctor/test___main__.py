@@ -59,3 +59,10 @@ def test_files_of_others_in_the_shared_folder(tmp_path):
         (tmp_path / f".phalanx-doctor-abc-{end}").touch()
     check = checkup._shared_folder(str(tmp_path), "abc", 0, lambda message: [message])
     assert check.is_passed
+
+
+def test_folder_that_another_rank_cannot_write_to(tmp_path):
+    """The file of this rank does not stay there."""
+    check = checkup._shared_folder(str(tmp_path), "abc", 0, lambda message: [message, "rank 1 cannot write."])
+    assert (check.is_passed, check.finding) == (False, "rank 1 cannot write.")
+    assert not list(tmp_path.iterdir())

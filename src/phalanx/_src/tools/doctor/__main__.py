@@ -181,6 +181,8 @@ def _shared_folder(folder: str, token: str, rank: int, tell: Callable[[Any], lis
         problem = f"rank {rank} cannot write to {folder}: {e.strerror}."
     of_ranks = tell(problem)
     if problems := [own for own in of_ranks if own]:
+        if not problem:
+            path.unlink()
         return Check("shared folder", False, problems[0], "use a folder that exists and that all workers may write to")
     deadline_s = time.monotonic() + _VISIBLE_WITHIN_S
     while True:
