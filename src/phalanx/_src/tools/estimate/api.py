@@ -112,6 +112,7 @@ def predicted(step: FirstStep, selected_targets: Sequence[Target]) -> Estimates:
     places = [(target, target.devices()) for target in selected_targets]
     # XLA compiles without the GIL, so that two compilers keep two cores busy.
     with ThreadPoolExecutor(2) as pool:
+        # One after the other, because tracing changes settings of the process.
         lowered = [step.lower(devices, step.layout) for _, devices in places]
         programs = list(pool.map(compiled, lowered))
     pairs = zip(places, lowered, programs, strict=True)
@@ -160,6 +161,7 @@ def _advised(step: FirstStep, target: Target, found: Estimate) -> Estimate:
 def _remedies(step: FirstStep, found: Estimate) -> Iterator[tuple[str, AbstractLayout | None, int | None]]:
     """Yields what may make a step fit: words, layout and rows per replica."""
     layouts: list[tuple[str, AbstractLayout | None]] = [("", step.layout)]
+    # A layout first: it keeps the rows, and fewer rows change what the script trains.
     if step.layout is None and found.num_replicas > 1:
         layouts.append(("layout=phalanx.fully_sharded()", fully_sharded()))
         yield (*layouts[1], None)

@@ -65,6 +65,7 @@ class _Gpu:
 
     def text(self, memory: float, bandwidth: float) -> str:
         """Returns the description in the text format of protocol buffers."""
+        # The kilobyte more per core is what CUDA reserves for a block.
         return f"""
 gpu_device_info {{
   threads_per_block_limit: 1024

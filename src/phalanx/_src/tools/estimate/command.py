@@ -49,6 +49,7 @@ def estimate(  # noqa: PLR0917
         Request(target, tuple(arguments), is_module=is_module).check_script()
     environment = {
         **os.environ,
+        # If the CUDA plugin looks for GPUs and finds none, JAX has no compiler for them afterwards.
         "JAX_PLATFORMS": "cpu",
         "PHALANX_CPU_DEVICES": str(devices),
         # The compilers must neither look for hardware nor measure on it.
@@ -61,6 +62,7 @@ def estimate(  # noqa: PLR0917
     sys.exit(
         child.run(
             "phalanx._src.tools.estimate",
+            # Names of topologies have no spaces, but paths may.
             [" ".join(topologies), "\n".join(output), kind, target, *arguments],
             environment,
         )

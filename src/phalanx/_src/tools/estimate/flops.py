@@ -44,7 +44,9 @@ def _count(eqn: Any) -> float:
     if name == "scan":
         return float(params["length"] * sum(inner))
     if name == "cond":
+        # The branch is chosen when the program runs, so the costliest one counts.
         return max(inner)
+    # The jaxpr of a reduction or scatter is that of its scalar function, whose count says nothing of the size.
     if inner and not name.startswith(("reduce", "scatter", "cum")):
         return sum(inner)
     if name == "dot_general":
@@ -53,9 +55,11 @@ def _count(eqn: Any) -> float:
         return 2.0 * _size(eqn.outvars[0]) * length
     if name == "conv_general_dilated":
         kernel, spec = eqn.invars[1].aval.shape, params["dimension_numbers"].rhs_spec
+        # An output reads the kernel of its own channel.
         places: float = math.prod(kernel) / kernel[spec[0]]
         return 2.0 * _size(eqn.outvars[0]) * places
     if name.startswith(("reduce", "arg", "cum", "scatter")):
+        # The last operand of a scatter is the updates, one operation each.
         return float(_size(eqn.invars[-1 if name.startswith("scatter") else 0]))
     return 0.0 if name in _MOVES else float(sum(map(_size, eqn.outvars)))
 

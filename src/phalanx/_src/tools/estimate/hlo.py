@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 _BITS = {
-    "pred": 8,
+    "pred": 8,  # XLA stores a bool in a byte.
     "s4": 4,
     "u4": 4,
     "s8": 8,
@@ -34,6 +34,7 @@ _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_c
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
 _BODY = re.compile(r"body=%?([\w.-]+)")
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"\}')
+# XLA writes groups as lists, as a range of numbers in another shape, or as axes of a mesh.
 _LISTED = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _IOTA = re.compile(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?")
 _MESH = re.compile(r"replica_groups=mesh\[([^\]]*)\](?:, device_ids=\(\[([\d,]+)\](?:T\(([\d,]+)\))?\))? \{([^}]*)\}")
@@ -116,6 +117,7 @@ class HloProgram:
             self.num_transfers += _is_transfer(op)
             self.num_loops += op.kind == "while"
             if is_top and op.kind not in _FREE and op.kind != "while":
+                # Behind the parenthesis, attributes have names of computations, such as `to_apply=%add`.
                 read = (shapes[x] for x in _OPERAND.findall(op.rest.partition("), ")[0]) if x in shapes)
                 self.num_bytes += times * (_num_bytes(op.shape) + sum(map(_num_bytes, read)))
             self._read_called(op, times, is_async=is_async, is_top=is_top)
@@ -143,6 +145,7 @@ class HloProgram:
                 name,
                 times * int(trips[1]) if is_body and trips else times,
                 is_async=is_async or op.kind == "async-start",
+                # Inside a fusion, values stay in registers. Only the fusion itself moves bytes.
                 is_top=is_top and op.kind in ("while", "call", "conditional"),
             )
 
@@ -163,6 +166,7 @@ def _computations(text: str) -> tuple[dict[str, list[_Operation]], str]:
 
 def _collective(op: _Operation, times: int, devices: tuple[int, ...]) -> Collective | None:
     if op.kind == "send" and (transfer := _MEGASCALE.search(op.rest)):
+        # The result of a send also has a number and a token, so the array is the largest of it.
         kind = transfer[1].lower().replace("_", "-")
         return Collective(kind, _dtype(op.shape), times * _largest(op.shape), (), is_async=True, is_between_slices=True)
     kind = op.kind.removesuffix("-start")
@@ -175,8 +179,10 @@ def _collective(op: _Operation, times: int, devices: tuple[int, ...]) -> Collect
         # The result of a start has the operands too, so it has the whole arrays and the shards.
         size = size * len(group) // (len(group) + 1)
     elif kind == "reduce-scatter":
+        # The result is one shard, and the bytes are those of the whole array.
         size *= len(group)
     elif kind != "all-reduce" and is_started:
+        # The operands are in the result of these starts too, and are no larger than what they become.
         size = _largest(op.shape)
     return Collective(kind, _dtype(op.shape), times * size, group, is_async=is_async)
 
@@ -208,6 +214,7 @@ def _group(rest: str) -> tuple[int, ...]:
 def _group_of_pairs(pairs: list[tuple[int, int]]) -> tuple[int, ...]:
     """Returns the devices that the first pair of sender and receiver is connected with."""
     group: set[int] = set(pairs[0])
+    # Each pass adds the neighbours of the group. No two of its devices are more steps apart than there are pairs.
     for _ in pairs:
         group = group.union(*(pair for pair in pairs if not group.isdisjoint(pair)))
     return tuple(sorted(group))
@@ -227,6 +234,7 @@ def _group_of_mesh(mesh: str, sizes: str | None, order: str | None, group: str) 
     strides = dict(zip(axes, np.cumprod([1, *[*axes.values()][:0:-1]])[::-1].tolist(), strict=True))
     places = np.zeros(1, int)
     for name, _, before, part in _AXIS.findall(group):
+        # `(2)4` splits the axis into 2 x 4 x the rest. The group runs along the 4.
         length = int(part or axes[name])
         step = strides[name] * (axes[name] // (int(before) * length) if part else 1)
         places = np.add.outer(places, step * np.arange(length)).reshape(-1)

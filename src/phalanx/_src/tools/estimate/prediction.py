@@ -66,6 +66,7 @@ class Estimate:
     def as_dict(self) -> dict[str, Any]:
         """Returns all figures, for JSON. Groups of devices are given by their size."""
         figures = asdict(self)
+        # `asdict` keeps a NamedTuple, which JSON would write as a list without names.
         figures["memory"] = self.memory._asdict()
         figures["collectives"] = [
             {"kind": c.kind, "dtype": c.dtype, "bytes": c.num_bytes, "devices": len(c.group), "async": c.is_async}

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
 
 _COLUMNS = ("topology", "replicas", "rows", "memory", "full", "FLOP", "exchanged", "step", "efficiency", "bound by")
 _WIDTH = 110
-"""The endings of files of pictures."""
 
 
 def print_table(name: str, estimates: Sequence[Estimate]) -> None:
@@ -21,6 +20,7 @@ def print_table(name: str, estimates: Sequence[Estimate]) -> None:
     from rich.table import Table
 
     console = Console(highlight=False)
+    # In a pipe, Rich assumes 80 columns and would fold the cells.
     console.width = max(console.width, _WIDTH)
     table = Table(title=f"One step of {name}: predicted, not run", box=box.SIMPLE, padding=(0, 1), title_justify="left")
     for column in _COLUMNS:
@@ -44,6 +44,7 @@ def picture(name: str, estimates: Sequence[Estimate]) -> "Figure":
     persistent_gb = [(e.memory.peak - e.memory.temporary) / 1e9 for e in estimates]
     memory.bar(places, persistent_gb, label="variables and batch")
     memory.bar(places, [e.memory.temporary / 1e9 for e in estimates], bottom=persistent_gb, label="temporary")
+    # Matplotlib draws nothing for None, which stands for CPUs.
     memory.plot(places, [(e.available or 0) / 1e9 or None for e in estimates], "k_", markersize=24, label="of the chip")
     memory.set_xticks(places, names, rotation=30, ha="right")
     memory.set(title="Memory of one device", ylabel="GB")

@@ -17,6 +17,7 @@ from phalanx._src.tools.estimate.chips import LATENCY_S, Chip
 from phalanx._src.tools.estimate.hlo import Collective
 from phalanx._src.tools.estimate.targets import Target
 
+# An all-reduce is a reduce-scatter and an all-gather, so it sends twice.
 _VOLUME = {"all-reduce": 2.0, "all-gather": 1.0, "reduce-scatter": 1.0, "all-to-all": 0.5, "collective-permute": 1.0}
 """Bytes that a chip sends per byte of the whole array, in a large group."""
 
@@ -72,6 +73,7 @@ def predict(
         sums[is_far] += seconds
         parallel += seconds if collective.is_async else 0.0
     compute, memory = flops / chip.flops, num_bytes / chip.memory_bandwidth
+    # No more can be hidden than there is to compute.
     return Time(compute, memory, sums[False], sums[True], min(parallel, max(compute, memory)))
 
 
@@ -82,7 +84,7 @@ def _is_far(chip: Chip, group: Sequence[jax.Device]) -> bool:
 
 
 def _seconds(target: Target, chip: Chip, collective: Collective, *, is_far: bool) -> float:
-    count = len(collective.group) or target.slices
+    count = len(collective.group) or target.slices  # A collective between slices lists no devices.
     if count < 2:
         return 0.0
     sent = _VOLUME.get(collective.kind, 1.0) * collective.num_bytes * (count - 1) / count

@@ -101,6 +101,7 @@ class FirstStep:
     def num_rows(self) -> int | None:
         """The number of rows that each replica gets. None if no argument is distributed."""
         dim = self._dim_of_rows
+        # Most arguments have one row per example. Others may have any size.
         sizes = Counter(x.shape[dim] for x in self._sharded() if len(x.shape) > dim)
         return sizes.most_common(1)[0][0] if sizes else None
 
@@ -129,6 +130,7 @@ class FirstStep:
         dim, script_rows = self._dim_of_rows, self.num_rows
 
         def convert(x: Any) -> jax.ShapeDtypeStruct:
+            # The first dim of a sharded argument is that of the replicas.
             shape = [topology.num_replicas, *x.shape[1:]]
             if num_rows and len(shape) > dim and shape[dim] == script_rows:
                 shape[dim] = num_rows
@@ -137,11 +139,13 @@ class FirstStep:
         with self.strategy.placed_on(topology), settings.changed(convert=convert), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # The script showed its warnings when it was traced here.
             traced = self.call.traced_again().trace()
+            # The jaxpr is the program of one replica, which XLA partitions over the devices of the replica.
             counted = flops.count(traced.jaxpr.jaxpr) / topology.devices_per_replica
             return Lowered(traced.lower(), topology.devices, topology.num_replicas, counted)
 
     @property
     def _dim_of_rows(self) -> int:
+        # The dims are replica, step if the program runs several, and row.
         return 1 if self.call.program.num_steps is None else 2
 
     def _sharded(self) -> list[Any]:
@@ -165,6 +169,7 @@ class _AtFirstStep(Observer, Generic[T]):
 
     @override
     def before_program(self, call: Call) -> None:
+        # `_Reached` runs the `finally` blocks of the code, which may train too.
         if self.results or not call.program.trains:
             return
         strategy = call.program.strategy
@@ -214,6 +219,7 @@ def compiled(lowered: Lowered) -> Compiled:
     try:
         executable = lowered.stage.compile()
     except jax.errors.JaxRuntimeError as e:
+        # A compiler refuses a program that does not fit, but its message has the bytes.
         used = _OUT_OF_MEMORY.search(str(e))
         if used is None:
             raise

@@ -18,6 +18,7 @@ from phalanx._src.runtime.streams import filtered
 from phalanx._src.tools.estimate.chips import CHIPS, Chip
 from phalanx.errors import DeviceError, InvalidArgumentError, MissingDependencyError, PhalanxError, shown
 
+# At most nine digits: Python refuses to convert thousands of them, with an error that names no topology.
 _NAME = re.compile(r"(?:(\d{1,9})\*)?([a-z0-9]+):(\d{1,9}(?:x\d{1,9})*)")
 _EXAMPLE = 'topologies=["v5e:4x4", "h100:8", "cpu:2"]'
 _MOST = 1 << 16
@@ -67,6 +68,7 @@ class Target:
                 )
             ) from e
         devices.sort(key=lambda d: (getattr(d, "slice_index", 0) or 0, d.process_index, d.id))
+        # `v5e:2` is a part of a host, and libtpu describes whole hosts.
         return devices[: self.num_devices]
 
 
@@ -140,6 +142,7 @@ def _torus(name: str, chip: Chip, sizes: tuple[int, ...], slices: int) -> Target
         sizes = torus
     if len(sizes) != chip.dims:
         raise InvalidArgumentError(f"topology {shown(name)}", f"a slice of {chip.name} has {chip.dims} dims.", example)
+    # Sorted, because a torus may be turned.
     if any(size > most for size, most in zip(sorted(sizes), sorted(chip.largest), strict=True)):
         longest = "x".join(map(str, chip.largest))
         raise InvalidArgumentError(
@@ -155,6 +158,7 @@ def _compact(count: int, chip: Chip) -> tuple[int, ...] | None:
     if count < math.prod(_HOST):
         # Some chips of one host.
         return (count, *(1,) * (chip.dims - 1))
+    # Larger ones consist of whole hosts.
     ranges = [range(_HOST[i], most + 1, _HOST[i]) for i, most in enumerate(chip.largest)]
     fitting = [sizes for sizes in itertools.product(*ranges) if math.prod(sizes) == count]
     return min(fitting, key=lambda sizes: (sum(sizes), sizes), default=None)
@@ -192,7 +196,9 @@ def _gpus(target: Target) -> list[jax.Device]:
     assert target.chip is not None
     hosts, each = target.sizes
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=target.chip.target, topology=f"1x{hosts}x{each}"
+        platform="cuda",
+        target_config=target.chip.target,
+        topology=f"1x{hosts}x{each}",  # Slices, hosts and GPUs per host. GPUs have one slice.
     )
     return list(topology.devices)
 
