@@ -77,7 +77,7 @@ def parts_of(processes: Sequence[Moments], first: int) -> tuple[list[StepParts],
       processes: the moments of all processes.
       first: the first step to include. There must be a step before it.
     """
-    steps, late = [], {p.rank: [0.0] for p in processes}
+    steps, late = list[StepParts](), {p.rank: list[float]() for p in processes}
     for number in range(first, min(p.num_steps for p in processes)):
         latest_s = max(times[number] for p in processes for times in p.own.values())
         parts = [_parts(p, replica, number, latest_s) for p in processes for replica in p.own]
