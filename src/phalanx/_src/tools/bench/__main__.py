@@ -52,6 +52,7 @@ def _links(processes: int | None, devices: int | None, paths: Sequence[Path]) ->
     if (resolver := resolver_of_environment(os.environ)) and resolver.cluster_spec():
         command = [sys.executable, "-P", "-m", *module]
     else:
+        # --devices alone means one process. Without both options, there are several processes of one device.
         processes = processes or (1 if devices else default_devices())
         devices = devices or (default_devices() if processes == 1 else 1)
         command = [*launcher(processes, devices), "-m", *module]

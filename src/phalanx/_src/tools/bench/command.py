@@ -20,6 +20,7 @@ from phalanx._src.tools.command_line import (
 from phalanx.errors import InvalidArgumentError
 
 
+# Options behind SCRIPT are those of the script.
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.option(
     "--devices",

@@ -30,9 +30,9 @@ from phalanx.errors import PhalanxError, StartupError
 
 SIZES = tuple(1 << exponent for exponent in range(10, 27, 4))
 """Bytes of an array, from 1 KiB to 64 MiB."""
-_ROUNDS = 5
-_LEAST_S = 0.05
-_MOST_S = 0.3
+_ROUNDS = 5  # For each size. The median of them counts.
+_LEAST_S = 0.05  # Programs repeat the operation for so long that the call does not count.
+_MOST_S = 0.3  # From here on, one round is enough, and larger arrays are skipped.
 _MOST_PAIRS = 12
 
 
@@ -73,6 +73,7 @@ def measure(topology: Topology, sizes: Sequence[int] = SIZES) -> list[Link]:
         raise StartupError("--links with one device", "there is no link.", "--devices 2 or --processes 2")
     ways: dict[str, tuple[float, Callable[[jax.Array], jax.Array]]] = {
         # A ring sends all but one of n parts, once to add them up and once to pass on the sums.
+        # Divided by n, because the sums of a loop would overflow.
         f"all-reduce of {n}": (2 * (n - 1) / n, lambda x: psum(x, REPLICA_AXIS) / n)
     }
     for a, b in itertools.islice(_pairs(topology), _MOST_PAIRS):
@@ -88,6 +89,7 @@ def _pairs(topology: Topology) -> Iterator[tuple[int, int]]:
 
 
 def _back_and_forth(a: int, b: int) -> Callable[[jax.Array], jax.Array]:
+    # There and back: the loop needs a value to send again, and a sender that receives nothing gets zeros.
     return lambda x: ppermute(ppermute(x, REPLICA_AXIS, [(a, b)]), REPLICA_AXIS, [(b, a)])
 
 
@@ -115,10 +117,12 @@ def _seconds(topology: Topology, operation: Callable[[jax.Array], jax.Array], si
 
     spec = partition_spec(REPLICA_AXIS)
     in_specs = (spec, partition_spec())
+    # JAX's check refuses the loop, whose value differs between replicas at first and no more after an all-reduce.
     program = jax.jit(jax.shard_map(repeated, mesh=topology.mesh, in_specs=in_specs, out_specs=spec, check_vma=False))
 
     def timed(count: int) -> float:
         began_s = time.perf_counter()
+        # The count is an argument of the program, so that it is compiled once.
         program(x, jnp.int32(count)).block_until_ready()
         # All take the time of the slowest, so that they agree on what follows.
         return float(topology.exchange(np.asarray([time.perf_counter() - began_s])).max())

@@ -67,13 +67,14 @@ class MomentRecorder(Observer):
         """Notes that a program is called, and ends the script instead if it has made enough steps."""
         if not call.program.trains:
             return
+        # One call later than the last one to measure, which may still run.
         if len(self._calls) == self._steps:
             self._finish(call)
         self._calls.append(time.monotonic())
 
     def _finish(self, call: Call) -> NoReturn:
         finish: Any = jax.effects_barrier
-        finish()
+        finish()  # Callbacks of programs that still run note their moments first.
         strategy: Any = call.program.strategy
         topology = strategy.topology
         each = FirstStep(call, strategy).num_rows
@@ -88,6 +89,7 @@ class MomentRecorder(Observer):
             self._own,
             self._ends,
         )
+        # The id of the process and not its rank, because processes that train alone are all rank 0.
         path = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         path.write_text(json.dumps(dataclasses.asdict(moments)))
         topology.exchange(jax.numpy.zeros(1))  # All processes end together, so that no one misses another.

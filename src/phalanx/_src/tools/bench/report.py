@@ -87,7 +87,9 @@ def table(title: str) -> Table:
 
 def console() -> Console:
     """Returns a console that is wide enough for a table."""
+    # Names of scripts may have brackets, which Rich would take for markup.
     terminal = Console(highlight=False, markup=False)
+    # In a pipe, Rich assumes 80 columns and would fold the cells.
     terminal.width = max(terminal.width, _WIDTH)
     return terminal
 

@@ -57,6 +57,7 @@ class Script:
 def launcher(processes: int, devices: int) -> list[str]:
     """Returns the command that starts so many processes of a script."""
     workers = ["--workers", f"{processes}", "--devices-per-worker", f"{devices}"]
+    # -P: the current folder, from which nothing is imported, may be another user's.
     return [sys.executable, "-P", "-m", "phalanx", "run", *workers]
 
 
@@ -80,6 +81,7 @@ class Options:
 
     def shapes(self) -> list[tuple[int, int]]:
         """Returns the numbers of processes, and of devices of each."""
+        # One process with one device is in the first list already.
         return [(1, n) for n in _up_to(self.devices)] + [(n, 1) for n in _up_to(self.processes)[1:]]
 
 
@@ -128,13 +130,15 @@ def measure(script: Script, options: Options, say: Callable[[str], None]) -> Mea
     failures: list[_ScriptError] = []
     runs: dict[tuple[int, int], list[list[Moments]]] = {}
     measured = Measured(" ".join([script.target, *script.arguments]), machine=this_machine())
+    # All shapes in each round, so that whatever slows the machine for a while slows all of them.
     for number in range(options.rounds):
-        for shape in list(shapes):
+        for shape in list(shapes):  # The loop removes shapes.
             say(f"round {number + 1} of {options.rounds}: {in_words(*shape)}")
             try:
                 moments = _run(script, *shape, options)
                 why = _useless(shape, moments, [x[0] for x in runs.values()]) if number == 0 else None
             except _ScriptError as e:
+                # The script has run with this shape before, so that the shape is not the reason.
                 if number > 0:
                     raise
                 failures.append(e)
@@ -169,6 +173,7 @@ def _run(script: Script, processes: int, devices: int, options: Options) -> list
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "moments"
         command = script.command(processes, devices, calls, path)
+        # With a PHALANX_CPU_DEVICES of the caller, `phalanx run` would refuse other numbers of devices.
         environment = {k: v for k, v in os.environ.items() if k not in ("NPROC", "PHALANX_CPU_DEVICES")}
         try:
             done = subprocess.run(
@@ -253,6 +258,7 @@ def read(path: str) -> Measured:
         saved = parse_json(read_data(Path(path)))
         if "links" in saved:
             raise TypeError("it holds links")
+        # A file also has what is computed from the fields: the name and the verdict.
         names = set(Result.__dataclass_fields__)
         results = [Result(**{k: v for k, v in one.items() if k in names}) for one in saved["results"]]
         for one in results:  # What the table needs.

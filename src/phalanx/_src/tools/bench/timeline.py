@@ -96,12 +96,14 @@ def _parts(process: Moments, replica: str, number: int, latest_s: float) -> Step
     call = bisect_right(process.calls, own_s) - 1
     began_s = min(max(process.calls[call] if call >= 0 else before_s, before_s), own_s)
     read_s = sum(_overlap(before_s, began_s, *wait) for wait in _within(process.waits, before_s, began_s))
+    # A replica without communication may end its step before the slowest one has computed.
     wait_s = max(0.0, min(latest_s, end_s) - own_s)
     return StepParts(read_s, began_s - before_s - read_s, own_s - began_s, wait_s, max(0.0, end_s - own_s - wait_s))
 
 
 def _within(waits: Sequence[tuple[float, float]], start_s: float, stop_s: float) -> Sequence[tuple[float, float]]:
     """Returns the intervals, which are in order, that may overlap with another one."""
+    # An interval that began earlier may reach into this one.
     return waits[max(0, bisect_left(waits, (start_s,)) - 1) : bisect_right(waits, (stop_s,))]
 
 
