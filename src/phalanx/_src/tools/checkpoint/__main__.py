@@ -48,6 +48,7 @@ def ls(folder: str) -> int:
         try:
             arrays = str(len(load_checkpoint(file).get_variable_to_shape_map()))
             rows.append((str(file), _time(file.stat().st_mtime), _size(size_on_disk(file)), arrays))
+        # A training run may delete its oldest checkpoints at any time.
         except (CheckpointError, OSError):
             rows.append((str(file), "", "", "cannot be read"))
     if not checkpoints:
@@ -103,6 +104,7 @@ def export(path: str, output: str, name: str, largest: int = _LARGEST_FILE_BYTES
         raise InvalidArgumentError(
             call, "the name must end with .npz, .safetensors or .keras.", str(file.with_suffix(".npz"))
         )
+    # `lexists`, because a link that leads nowhere counts too.
     if os.path.lexists(file) or os.path.lexists(_index_of(file)):
         raise CheckpointError(call, "the file exists already.", "another name, or delete the file")
     if not file.parent.is_dir():
@@ -137,10 +139,12 @@ def _export_arrays(call: str, reader: CheckpointReader, file: Path, name: str, l
     files = [
         file.with_name(f"{file.stem}-{i:05d}-of-{len(groups):05d}{file.suffix}") for i in range(1, len(groups) + 1)
     ]
+    # The memory holds the arrays of one file at a time.
     for each, group in zip(files, groups, strict=True):
         export_arrays(each, {n: reader.get_tensor(n) for n in group})
     places = {n: each.name for each, group in zip(files, groups, strict=True) for n in group}
     index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": places}
+    # Last, so that whoever finds the index finds all files.
     with new_file(_index_of(file)) as opened:
         opened.write(json.dumps(index, indent=2).encode())
     return [*files, _index_of(file)]
@@ -182,18 +186,21 @@ def _export_model(call: str, path: str, reader: CheckpointReader, file: Path, na
         if size > sum(_sizes(reader).values()):
             raise ValueError(f"its variables would have {_size(size)}, more than the file has")
         model = keras.models.model_from_json(models[chosen])
+    # Keras and the layers of users raise errors of any type for a configuration.
     except Exception as e:
         raise CheckpointError(
             call,
             f"Keras cannot create the model {chosen!r} from its configuration: {e}",
             "run it where the module of your layers can be imported; or in your program: checkpoint.restore(path), model.save(file)",
         ) from e
+    # `path` may be the folder of a manager.
     checkpoint, stored = Checkpoint(model=model), CheckpointFile(latest_checkpoint(path) or path)
     # As an alias, because `chosen` may be a name that no argument of `Checkpoint` can have: a key such as "save", or a path.
     stored.notes["aliases"]["model"] = chosen
     restoration = Restoration(checkpoint, stored)
     restoration.begin()
     CheckpointStatus(restoration, checkpoint).assert_existing_objects_matched()
+    # Keras writes to the name itself, and would follow a link. The copy is complete when it takes the name.
     with tempfile.TemporaryDirectory() as folder:
         model.save(saved := Path(folder) / file.name)
         with saved.open("rb") as complete, new_file(file) as opened:
@@ -228,9 +235,11 @@ def _difference(first: Any, second: Any) -> tuple[str, str, str] | None:
     if first is _MISSING or second is _MISSING:
         return *about, "missing"
     if not (isinstance(first, np.ndarray) and isinstance(second, np.ndarray)):
+        # By text, because a NaN is not equal to itself, and True is equal to 1.
         return None if repr(first) == repr(second) else (*about, "")
     if first.shape != second.shape or first.dtype != second.dtype:
         return *about, "shape" if first.shape != second.shape else "dtype"
+    # By bytes, because a NaN is not equal to itself.
     if first.tobytes() == second.tobytes():
         return None
     widest = np.complex128 if first.dtype.kind == "c" else np.float64
