@@ -27,6 +27,7 @@ from phalanx.errors import PhalanxError, arguments
 
 _ALLOWED_SKEW_S = 5.0
 _VISIBLE_WITHIN_S = 5.0
+# All processes must exchange arrays of one shape, so every message has this size.
 _MESSAGE_BYTES = 1 << 13
 
 
@@ -110,6 +111,7 @@ def main(arguments: Sequence[str]) -> int:
         options = CommunicationOptions(timeout_seconds=args.timeout_s)
         strategy = MultiWorkerMirroredStrategy(resolver, options)
     except PhalanxError as e:
+        # Every process prints: without a handshake, there may be no chief.
         print(Check("handshake", False, f"{e.asked}: {e.found}", e.hint), flush=True)
         return 1
     workers = strategy.topology.num_workers
@@ -168,6 +170,7 @@ def _together(strategy: MultiWorkerMirroredStrategy, addresses: Sequence[str], s
     times_s = [own["time"] for own in tell({"time": time.time()})]
     checks.append(judge_clocks(times_s, time.perf_counter() - started_s))
     if shared is not None:
+        # All look for files with the token of rank 0, which no earlier run has left there.
         checks.append(_shared_folder(shared, of_ranks[0]["token"], strategy.topology.worker_index, tell))
     return checks
 
@@ -175,6 +178,7 @@ def _together(strategy: MultiWorkerMirroredStrategy, addresses: Sequence[str], s
 def _shared_folder(folder: str, token: str, rank: int, tell: Callable[[Any], list[Any]]) -> Check:
     path = Path(folder) / f".phalanx-doctor-{token}-{rank}"
     try:
+        # Opens with O_EXCL, which does not follow a link that another user has put there.
         path.touch(exist_ok=False)
         problem = ""
     except OSError as e:

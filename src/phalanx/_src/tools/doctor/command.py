@@ -59,6 +59,7 @@ def doctor(*, shared: str | None, timeout_seconds: float, ports: bool) -> None:
             # The checks print their own lines.
             with ThisNode(request, environment_of_processes()) as node:
                 code = run_group(node.plan, say=lambda _: None).exit_code
+    # The codes of `run_group` tell how a training run has ended, and mean nothing here.
     sys.exit(1 if code else 0)
 
 

@@ -66,8 +66,10 @@ def check_name(addresses: Sequence[str], rank: int) -> Check | None:
         return Check(
             "names", False, finding, f"write a line with its address and {host} into /etc/hosts, or use addresses"
         )
+    # In brackets, because it may be an IPv6 address.
     if not is_loopback(f"[{place}]:{port}"):
         return Check("names", True, f"rank {rank} finds {host} at {place}.")
+    # The `/etc/hosts` of Debian leads the name of a machine back to the machine.
     if host == this_host:
         return Check(
             "names", True, f"{host} resolves to its own machine ({place}), so rank 0 listens at all its addresses."
@@ -87,6 +89,7 @@ def check_proxies(environ: Mapping[str, str]) -> Check | None:
 def check_port(address: str) -> Check:
     """Checks that this process can listen at an address, given as "host:port"."""
     try:
+        # Closed at once, because the handshake listens there next.
         listen(address).close()
     except OSError as e:
         hint = "end the process that uses the port, or set the address to a name of this machine and a free port"
@@ -116,6 +119,7 @@ def judge_addresses(addresses: Sequence[str], own_addresses: Sequence[str]) -> C
     first_ranks: dict[str, int] = {}
     for rank, own in enumerate(own_addresses):
         first = first_ranks.setdefault(own, rank)
+        # Such hosts are on one machine, or behind one router.
         if hosts[first] != hosts[rank]:
             finding = f"rank {first} ({hosts[first]}) and rank {rank} ({hosts[rank]}) send from the same address, {own or 'none'}."
             return Check("addresses", False, finding, "name each machine by an address of the network that joins them")
