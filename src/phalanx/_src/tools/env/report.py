@@ -15,6 +15,7 @@ from phalanx.errors.printable import printable
 
 _NEEDED = ("phalanx", "jax", "jaxlib", "keras", "numpy")
 _OPTIONAL = ("click", "flax", "grain", "optax", "orbax-checkpoint", "ray", "tensorboardX", "tensorflow", "torch")
+# Names that begin with TF_CLI_ configure Terraform.
 _NAMES = re.compile(
     r"(CUDA|GLOO|JAX|KERAS|NCCL|OMP|PHALANX|RAY|ROCM|SLURM|TF(?!_CLI_)|TPU|XLA)_|(NPROC|PYTHONPATH|LD_LIBRARY_PATH|VIRTUAL_ENV)$"
 )
@@ -101,6 +102,7 @@ _HARMLESS = frozenset(
 )
 """The variables whose values are shown. Other values may be secrets, whatever their names are."""
 
+# A URL may have a password before the `@`, and a key or a signature behind the `?`.
 _LOGIN, _QUERY = re.compile(r"//[^@\s]*@"), re.compile(r"(://[^?\s]*)\?\S*")
 
 
@@ -120,6 +122,7 @@ def _harmless(name: str, value: str) -> str:
     if name == "TF_CONFIG":
         with suppress(ValueError, AttributeError, RecursionError):  # A description that is none may hold anything.
             known = json.loads(value)
+            # Whatever else a user has written into it may be a secret.
             return json.dumps({part: known[part] for part in ("cluster", "task") if part in known})
     if name not in _HARMLESS:
         return "(hidden)"
@@ -139,6 +142,7 @@ def versions(names: tuple[str, ...] = _NEEDED) -> dict[str, str]:
 
 def system() -> dict[str, str]:
     """Returns the operating system, and the cores that this process may use."""
+    # A batch system may allow fewer cores than `os.cpu_count` returns. macOS does not have the first function.
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
     return {"os": platform.platform(), "machine": platform.machine(), "cores": str(cores)}
 
@@ -158,9 +162,11 @@ def describe() -> dict[str, Any]:
 def _devices() -> tuple[dict[str, str], dict[str, str]]:
     """Returns the devices of this process, and settings of JAX and Keras. If that fails, returns the error instead."""
     try:
+        # Here and not above: an import that fails is a part of the report too.
         import jax
         import keras
 
+        # JAX adds the attributes of its config when it is imported, so type checkers do not know them.
         config: Any = jax.config
         devices = {f"{d.platform}:{d.id}": d.device_kind for d in jax.local_devices()}
         settings = {
