@@ -31,6 +31,7 @@ def main(module: str, *arguments: str) -> None:
         try:
             runpy.run_module(module, run_name="__main__", alter_sys=True)
         finally:
+            # Inside the `try`, because Python's own flush at its end only prints the error.
             sys.stdout.flush()
     except BrokenPipeError:
         # A script that the module runs may have lost its own connection.
@@ -44,6 +45,7 @@ def main(module: str, *arguments: str) -> None:
 def _has_no_reader(stream: TextIO) -> bool:
     """Returns whether a stream is a pipe whose other end is closed."""
     poll = select.poll()
+    # See poll(2): the end of a pipe that writes has this event once the other end is closed.
     poll.register(stream.fileno(), select.POLLERR)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 

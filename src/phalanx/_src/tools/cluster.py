@@ -36,6 +36,7 @@ def _show(resolver: ClusterResolver, spec: ClusterSpec) -> None:
         notes = [("chief", task == chief), ("this process", (task.type, task.index) == this_task)]
         said = ", ".join(note for note, is_so in notes if is_so)
         rows.append((task.type, str(task.index), spec.task_address(task.type, task.index), said))
+    # The jobs above lack an evaluator without an address, which is this process.
     if resolver.task_type == "evaluator" and is_unlisted(spec, Task("evaluator", 0)):
         rows.append(("evaluator", str(resolver.task_id), "", "this process"))
     title = f"As {type(resolver).__name__} sees it"

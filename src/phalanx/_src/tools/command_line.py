@@ -40,7 +40,7 @@ class Seconds(click.FloatRange):
 class _Refused(click.ClickException):
     """Shows a Phalanx error without a stack trace."""
 
-    exit_code = 2
+    exit_code = 2  # As for the usage errors of click.
 
     @override
     def show(self, file: object = None) -> None:

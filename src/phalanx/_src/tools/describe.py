@@ -74,6 +74,7 @@ def describe(strategy: Strategy, *objects: object, console: Any = None) -> None:
         for name in columns:
             table.add_column(name, justify="right" if name in _NUMBERS else "left", overflow="fold")
         for row in rows:
+            # `Text`, because Rich would take brackets in a name for markup.
             table.add_row(*map(Text, row))
         console.print(Text(title, style="bold"))
         console.print(table)
@@ -155,6 +156,7 @@ def _parts(shape: Sequence[int], parts: Sequence[Held], everywhere: set[str] | N
         places.setdefault(_range(part.index, shape), []).append(part.place)
     if list(places) == ["whole"] and (everywhere is None or set(places["whole"]) == everywhere):
         return ""
+    # Without a part, the variable is on devices of other processes.
     return "\n".join(f"{part} {' '.join(names)}" for part, names in places.items()) or "not here"
 
 
@@ -169,7 +171,7 @@ def _range(index: Sequence[slice], shape: Sequence[int]) -> str:
 
 def _order(item: tuple[str, int]) -> tuple[str, int]:
     platform, _, number = item[0].partition(":")
-    return platform, int(number)
+    return platform, int(number)  # As a number, so that cpu:10 follows cpu:9.
 
 
 def _size(count: int) -> str:

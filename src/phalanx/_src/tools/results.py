@@ -22,6 +22,7 @@ def save(path: Path, results: "str | Figure") -> None:
             if isinstance(results, str):
                 opened.write(results.encode())
             else:
+                # The format is passed, because Matplotlib sees an open file and no name with an ending.
                 results.savefig(opened, format=path.suffix[1:])
     except OSError as e:
         hint = "the path of a new file in a folder that this user may write to"

@@ -32,6 +32,7 @@ from phalanx.errors import InvalidArgumentError, arguments
 _NO_PROFILE = "none, because no worker has run {} training steps under a strategy"
 
 
+# Options behind SCRIPT are those of the script.
 @click.command(context_settings={"allow_interspersed_args": False})
 @click.option(
     "--workers",
@@ -138,6 +139,7 @@ def run(
         environment = dict(os.environ) if in_cluster else environment_of_processes()
         if report:
             environment[REPORT] = "1"
+        # Absolute, because a node of Ray may lack the current folder, and then runs its workers in another one.
         span = profile and Span.parse(profile, Path(profile_folder).absolute())
         if span:
             # Files of an earlier run would become part of the time line.
@@ -154,9 +156,11 @@ def run(
                 start=nodes.start,
                 grace_s=grace_seconds,
                 patience=Patience(evaluator_grace_seconds),
+                # To stderr: stdout has what the workers print.
                 say=lambda text: click.echo(text, err=True),
             )
         if span:
+            # All workers have ended, so that their files are complete.
             trace_path = merge(span.folder)
             said = (
                 f"written to {trace_path}; open it at https://ui.perfetto.dev"
