@@ -235,6 +235,11 @@ x = [layers.Dense(1), Dense(2), F(), K.square(1), m.log(2.0), tf2.ones(1)]
     ]
 
 
+def test_removed_statement_leaves_no_semicolon():
+    new, looks = migrated("import os; import tensorflow as tf\nimport tensorflow; import re\nx = re, os\n")
+    assert (new, looks) == ("import os\nimport re\nx = re, os\n", [])
+
+
 def test_step_with_a_tape_is_compiled_if_it_has_no_side_effects():
     step = "def step(x):\n    with tf.GradientTape() as tape:\n        y = x\n    {}\n    return tape.gradient(y, x)\n"
     new, looks = migrated(HEAD + step.format("y = y"))

@@ -127,9 +127,12 @@ class Imports(cst.CSTTransformer):
     ) -> cst.SimpleStatementLine | cst.FlattenSentinel[cst.SimpleStatementLine]:
         """Removes what stands for removed statements from lines of several, and writes each new import on a line."""
         statements = [small for small in updated_node.body if not small.deep_equals(REMOVED)] or [REMOVED.deep_clone()]
+        end = cst.MaybeSentinel.DEFAULT
+        if len(statements) < len(updated_node.body):
+            # The last statement of the line may be gone, but not the semicolon before it.
+            statements[-1] = statements[-1].with_changes(semicolon=end)
         if len(statements) <= len(original_node.body):
             return updated_node.with_changes(body=statements)
-        end = cst.MaybeSentinel.DEFAULT
         lines = [cst.SimpleStatementLine([small.with_changes(semicolon=end)]) for small in statements]
         lines[0] = lines[0].with_changes(leading_lines=updated_node.leading_lines)
         lines[-1] = lines[-1].with_changes(trailing_whitespace=updated_node.trailing_whitespace)
