@@ -65,6 +65,7 @@ def describe(strategy: Strategy, *objects: object, console: Any = None) -> None:
     if console is None:
         console = Console(highlight=False)
     arguments.instance("console", console, Console, "console=rich.console.Console()")
+    # Under parameter servers, other tasks run the steps, on devices that this process does not see.
     tables = [_tasks(strategy.tasks) if strategy.tasks else mesh_of(strategy.topology)]
     if objects:
         held = [strategy.held(v) for v in variables]
