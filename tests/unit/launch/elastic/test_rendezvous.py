@@ -235,7 +235,7 @@ def test_silent_process_is_killed(hall):
 
 
 def test_state_of_the_training(hall):
-    """Nobody is gone until all of the generation are; a process that takes a place is not gone."""
+    """Nobody is gone until all of the generation have ended; a process that takes a place is not gone."""
     found = hall(1)
     first, second = members = found.members(0, 1)
     assert found.report().gone is None
@@ -244,9 +244,11 @@ def test_state_of_the_training(hall):
     found.until_gone(0)
     assert found.report().gone is None
     hang_up(second)
-    wait_until(lambda: found.report().gone == (0, 1))
-    found.report((0,))
-    assert found.report().gone == (0,)
+    found.until_gone(1)
+    assert found.report().gone is None
+    assert found.report((1,)).gone is None
+    assert found.report(()).gone == (0, 1)
+    assert found.report((1,)).gone == (0,)
     assert not found.report().hopeless
     assert found.report(()).hopeless
     assert not found.report((), has_finished=True).hopeless

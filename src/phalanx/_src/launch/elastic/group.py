@@ -103,10 +103,7 @@ class ElasticGroup(Group):
         # A failure before the first generation is an error of the script, which would come again at each start.
         if not self._standing.members and super().has_failed:
             return True
-        if self._standing.gone is not None:
-            # Those whose connections are closed may still be on the way out.
-            return not any(p.process.is_alive and p.spec.task.index in self._standing.gone for p in self._places)
-        return bool(self._standing.hopeless)
+        return self._standing.gone is not None or bool(self._standing.hopeless)
 
     @override
     def start(self) -> None:

@@ -28,7 +28,7 @@ class GroupStatus(Message):
       steps: the most steps that a process has reported.
       members: numbers of the processes of the last generation, by rank. Empty before the first. A process that fails before that
         has an error in its program.
-      gone: members of the last generation without a replacement, if none of them survives. None while any member trains, and before
+      gone: members of the last generation without a replacement, once all of them have ended. None while any member runs, and before
         the first generation.
       hopeless: why there will never be enough processes again. Empty as long as there may be.
       has_finished: whether the program of a process has ended, so that no process joins any more.

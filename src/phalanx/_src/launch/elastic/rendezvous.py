@@ -151,10 +151,13 @@ class Rendezvous(threading.Thread):
             return self._standing()
 
     def _standing(self) -> GroupStatus:
+        gone = self._generation.gone
+        # A process whose connection is closed may still be ending. The report without it says whether its program has finished.
+        is_over = self.generation and not self._survivors() and not gone & self._launchers.running
         return GroupStatus(
             self.steps,
             self._generation.members,
-            None if not self.generation or self._survivors() else tuple(sorted(self._generation.gone)),
+            tuple(sorted(gone)) if is_over else None,
             self._launchers.hopeless(self._least),
             self._launchers.has_finished,
             self._launchers.some_run_elsewhere,
