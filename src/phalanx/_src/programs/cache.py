@@ -37,6 +37,7 @@ class ProgramCache(Generic[P]):
     def known(self, function: object, key: Hashable) -> list[P]:
         """Returns the programs of a function and a key, as a list to which the caller adds new ones."""
         owner, name = function, None
+        # Each access of `object.method` makes another bound method, and a weak reference to it would end at once.
         if isinstance(function, types.MethodType):
             owner, name = function.__self__, function.__func__
         owners: Any = self._of_owner
@@ -77,11 +78,13 @@ class Settings:
 
     def hold(self) -> bool:
         """Returns whether no setting has changed since."""
+        # Variables of other programs change this counter too, so the flags decide. At most steps the counter alone is compared.
         if self._changes != compat.changes.trainable:
             if [v.trainable for v in self._variables] != self._trainable:
                 return False
             self._changes = compat.changes.trainable
         optimizers = self._optimizers
+        # By identity: the rate may be a Keras variable, which compares by value.
         return not optimizers or all(map(operator.is_, map(compat.learning_rate_of, optimizers), self._rates))
 
 

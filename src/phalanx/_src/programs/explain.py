@@ -125,6 +125,7 @@ def _explanation(error: Exception, *, prints: bool) -> TraceError | None:
             "XLA has no such product for CPUs.",
             'dtype="bfloat16", or keras.mixed_precision.set_global_policy("mixed_bfloat16")',
         )
+    # JAX raises plain Python errors for these, and only the text names the tracer.
     if isinstance(error, (TypeError, IndexError, ValueError)) and _OF_TRACERS.search(str(error)):
         return TraceError(
             f"a shape, or the bound of a slice, that depends on the values of an array in a traced function{at}",
@@ -220,6 +221,7 @@ def _tensorflow(error: Exception) -> TraceError:
 def _counterpart(name: str, line: str) -> str:
     """Returns the replacement of a TensorFlow name."""
     last = name.rpartition(".")[2]
+    # `tape.gradient(...)` begins with the name of a variable of the user, and not with that of TensorFlow.
     if name in ("gradient", "watch", "jacobian") or "GradientTape" in line:
         return "with phalanx.GradientTape() as tape:"
     if name in _TF_COUNTERPARTS:
@@ -251,6 +253,7 @@ def call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) ->
             f"strategy.run({getattr(fn, '__name__', 'step')}, args=(value,))",
         ) from None
     except TypeError as e:
+        # If the last frame is not one of Phalanx, the user's code made a wrong call itself.
         if "argument" not in str(e) or not frames.is_raised_by_phalanx(e):
             raise
         name = getattr(fn, "__name__", repr(fn))
@@ -267,6 +270,7 @@ def _arguments_of(fn: Callable[..., Any], args: Sequence[Any]) -> str:
         names = list(inspect.signature(fn).parameters)
     except (TypeError, ValueError):  # Some functions written in C have no signature.
         return "(batch,)"
+    # A batch (x, y) in `args=(batch,)`, for a step that takes x and y.
     if len(args) == 1 and isinstance(args[0], (tuple, list)) and len(args[0]) == len(names) > 1:
         return "batch"
     return f"({names[0]},)" if len(names) == 1 else f"({', '.join(names)})"

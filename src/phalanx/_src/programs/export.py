@@ -95,14 +95,17 @@ def export(
     changes = [(i, added) for i, added in zip(written, is_added, strict=True) if not is_seed[i]]
 
     def program(values: list[Any], inputs: list[Any]) -> PyTree:
+        # These programs have one replica, so no variable has components.
         outputs = discovery.evaluate(values, [None] * len(values), inputs)
         pairs = dict(zip(written, zip(outputs.values, outputs.increments, strict=True), strict=True))
+        # The caller pairs the gradients with the variables that `_drop_missing_gradients` leaves.
         gradients = [[g for g in of_update if g is not None] for of_update in outputs.gradients]
         pairs_of = zip(discovery.updates, gradients, strict=True)
         gradients = [list(compat.clipped(u.optimizer, g)) if clips(u) else g for u, g in pairs_of]
         results = [*outputs.result, *jax.tree.leaves(outputs.records)]
         return results, [pairs[i][1] for i, a in changes if a], [pairs[i][0] for i, a in changes if not a], gradients
 
+    # Inside, a table has the shape of the rows that the step looks up, as during the trace.
     with compat.shapes(rows):
         values = [shape_dtype(tuple(v.shape), dtype_of(v)) for v in discovery.variables]
     values += [shape_dtype(shape, np.int32) for _, shape in discovery.lookups]
@@ -189,6 +192,7 @@ def _ids_program(discovery: Discovery, platforms: Sequence[str], values: list[An
     def program(values: list[Any], inputs: list[Any]) -> PyTree:
         return discovery.evaluate(values, [None] * len(values), inputs).ids
 
+    # An export keeps only the inputs that its results depend on, and names them by position.
     used_inputs = jax.export.export(jax.jit(program), platforms=tuple(platforms))(values, specs).module_kept_var_idx
     if any(i < len(values) for i in used_inputs):
         raise TraceError(
@@ -196,6 +200,7 @@ def _ids_program(discovery: Discovery, platforms: Sequence[str], values: list[An
             "the ids depend on a variable, or on other rows.",
             "compute the ids from the batch alone",
         )
+    # Zeros stand for the values, on which no id depends. A worker computes the ids before it pulls any value.
     return _serialized(lambda inputs: program([jnp.zeros(x.shape, x.dtype) for x in values], inputs), platforms, specs)
 
 

@@ -52,6 +52,7 @@ def dims_of(variables: Sequence[Variable], topology: Topology) -> list[int | Non
     none: list[int | None] = [None] * len(variables)
     if topology.layout is None or not topology.divides_over_replicas:
         return none
+    # Replicas have their own values of an on-read variable, so there is nothing to gather.
     dims = [None if policy_of(v).on_read else topology.divided_dim(layout_path(v), v.shape) for v in variables]
     sizes = (
         math.prod(v.shape) * np.dtype(dtype_of(v)).itemsize for v in compress(variables, [d is not None for d in dims])
@@ -82,6 +83,7 @@ def _with_shards(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, values: list[Any]) -> list
         order = tuple(eqn.params["permutation"])
         return [GatheredLater(lax.transpose(first.array, order), order.index(first.dim))]
     places = [i for i, v in enumerate(eqn.invars) if isinstance(v, jex.Var) and not _is_later(values[i])]
+    # None if the operation reads only shards and literals: then the gather waits for nothing.
     beside = max(places, key=lambda i: values[i].size, default=None)
     for i, value in enumerate(values):
         if _is_later(value):

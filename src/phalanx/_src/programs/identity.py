@@ -47,6 +47,7 @@ class IdentityMap(Generic[T]):
 
     def items(self) -> list[tuple[Any, T]]:
         """Returns the objects that still exist, and their items."""
+        # From a copy, because the garbage collector may drop an item between two iterations.
         pairs = [(reference(), item) for reference, item in list(self._items.values())]
         return [(owner, item) for owner, item in pairs if owner is not None]
 

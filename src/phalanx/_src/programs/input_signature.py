@@ -41,6 +41,7 @@ class Signature:
         self._name = getattr(fn, "__name__", repr(fn))
         self._parameters = inspect.signature(fn)
         names = list(self._parameters.parameters)
+        # A decorator in the body of a class gets the function before it is bound to an object.
         self._first = int(names[:1] == ["self"])
         self._specs = list(specs)
         if len(names) - self._first < len(specs):
@@ -63,6 +64,7 @@ class Signature:
             raise CallError(
                 f"{self._name}(...)", f"{e}.", f"call {self._name} with the arguments in its input_signature"
             ) from None
+        # A spec may belong to an argument that the call leaves to its default.
         bound.apply_defaults()
         arguments = list(bound.args)
         for i, spec in enumerate(self._specs):
@@ -79,6 +81,7 @@ class Signature:
         return tree.unflatten([self._leaf(number, s, x) for s, x in zip(specs, leaves, strict=True)])
 
     def _leaf(self, number: int, spec: Any, value: Any) -> Any:
+        # A `tf.TensorSpec` has a dtype of TensorFlow.
         dtype = _canonical(getattr(spec.dtype, "as_numpy_dtype", spec.dtype))
         shape = _dims(spec.shape)
         if isinstance(value, (bool, int, float, complex)):
@@ -108,12 +111,14 @@ class Signature:
 
 
 def _is_spec(leaf: object) -> bool:
+    # Modules such as NumPy have functions of both names.
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not inspect.ismodule(leaf)
 
 
 def _number(value: Any, dtype: Any) -> np.ndarray:
     """Returns a Python number as an array of `dtype`, or of NumPy's own dtype if `dtype` cannot hold the number."""
     array = np.asarray(value)
+    # NumPy's kind of bfloat16 and of the float8 types is V, which has the rank of floats here.
     if not jnp.issubdtype(dtype, jnp.number) or _RANKS[array.dtype.kind] > _RANKS.get(dtype.kind, 2):
         return array
     if array.dtype.kind == "i" and jnp.issubdtype(dtype, jnp.integer) and array != array.astype(dtype):

@@ -59,6 +59,7 @@ class Interrupts:
         if threading.current_thread() is not threading.main_thread():
             return self
         handlers = ((number, signal.getsignal(number)) for number in _SIGNALS)
+        # SIG_DFL, SIG_IGN and None (a handler that was not installed from Python) run no Python code.
         self._handlers = {number: handler for number, handler in handlers if callable(handler)}
         self._is_held = True
         try:
@@ -81,6 +82,7 @@ class Interrupts:
         try:
             while self._installed:
                 number = self._installed[-1]
+                # Somebody may have installed another handler in the block. It stays.
                 if signal.getsignal(number) == self._handle:
                     signal.signal(number, self._handlers[number])
                 self._installed.pop()
@@ -101,7 +103,7 @@ class Interrupts:
     def _run_due(self) -> None:
         while self._due:
             number = self._due.pop(0)
-            self._handlers[number](number, None)
+            self._handlers[number](number, None)  # The frame that was interrupted may have ended.
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._is_held and not (self._again_at_once and number in self._due):

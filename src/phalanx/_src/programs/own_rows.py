@@ -55,7 +55,7 @@ class RowShare(NamedTuple):
         """Returns the shapes of the arguments, whose arrays have a dim for replicas, with these sizes."""
         return [
             x if size is None else shape_dtype((x.shape[0], *size, *x.shape[1 + len(size) :]), x.dtype)
-            for x, size in zip(arrays, self.sizes, strict=False)
+            for x, size in zip(arrays, self.sizes, strict=False)  # The sizes of batches follow.
         ]
 
 
@@ -202,6 +202,7 @@ class Gathered:
         """
         seen = self._seen.setdefault(self._share, [])
         seen.append((size,))
+        # A gather is known by its place among the gathers of the trace, which is the same for every number of rows.
         rows = self._known[len(seen) - 1] if len(seen) <= len(self._known) else None
         return None if rows is None else rows.counts
 
@@ -214,6 +215,7 @@ class Gathered:
         # Later sizes may depend on earlier ones, so it may take several rounds.
         shapes = zip(*(self._seen[i] for i in range(len(self.shares))), strict=False)
         sizes = [sizes_of(each, self.shares, self.is_empty) for each in shapes]
+        # Without a size that differs, the first round of traces is enough.
         known = sizes if any(sizes) else []
         all_numbers = self.numbers.union(numbers)
         is_settled = known == self._known and all_numbers == self.numbers
@@ -301,6 +303,7 @@ def _report_own_part(observers: Sequence[Observer], rows: PyTree, sent: Sequence
             observer.after_own_part(int(replica), int(rows))
         return np.True_
 
+    # `jax.debug.callback` returns nothing that the exchange could wait for.
     token: jax.Array = io_callback(
         note_own_part, jax.typeof(jnp.bool(True)), lax.axis_index(REPLICA_AXIS), jnp.int32(rows), *_elements(sent)
     )
@@ -320,4 +323,5 @@ def _report_end(observers: Sequence[Observer], last: Sequence[jax.Array]) -> Non
 def _elements(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     """Returns an element of each array of numbers."""
     arrays = list(map(jnp.asarray, arrays))
+    # A callback waits for all its inputs, and one element is enough for that. The whole arrays would be copied to the host.
     return [x.ravel()[0] for x in arrays if x.size and not jnp.issubdtype(x.dtype, jax.dtypes.extended)]

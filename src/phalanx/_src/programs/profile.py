@@ -36,6 +36,7 @@ class Profile(Observer):
         if not call.program.trains:
             return
         if self._folder is None and self._span.first <= self._steps < self._span.last:
+            # Not in the constructor, because a process knows its rank only once it has a strategy.
             self._rank = call.program.strategy.topology.worker_index
             self._begin()
         elif self._folder is not None and self._steps >= self._span.last:
@@ -44,8 +45,10 @@ class Profile(Observer):
 
     def _begin(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
+        # The script may end before the last of these steps.
         atexit.register(self.end)
         jax.profiler.start_trace(self._folder.name, create_perfetto_trace=True)
+        # Ties the time line of the trace to a clock that all processes share, so that their profiles can be merged.
         with jax.profiler.TraceAnnotation(CLOCK):
             self._clock_s = time.time()
 

@@ -93,6 +93,7 @@ class Program:
         if observers.of_programs and not self._body.is_eager:
             for observer in observers.of_programs:
                 observer.before_program(Call(self, fn, arguments, batches))
+        # `keras.utils.set_random_seed` may have replaced the generator since the trace.
         for state in self._global_seeds:
             compat.continue_global_seed(state)
         run = self._run_as_one_step if self._updates or self.draws else self._run
@@ -106,6 +107,7 @@ class Program:
         self, fn: Callable[..., Any], arguments: Arguments, batches: Sequence[Arguments]
     ) -> tuple[Any, ...]:
         """Runs the program, applies its updates and advances its iterators. If one of these fails, all are undone."""
+        # Only a program that works on copies leaves updates, so the old values still exist.
         before = self._body.state.fields() if self._updates else []
         with deferred():
             outputs = self._run(fn, arguments, batches)
@@ -121,6 +123,7 @@ class Program:
 
     def _run(self, fn: Callable[..., Any], arguments: Arguments, batches: Sequence[Arguments]) -> tuple[Any, ...]:
         """Runs the program and stores the values that it wrote. Returns values, components, results and gradients."""
+        # Errors of background threads, such as a failed save of a checkpoint.
         if failures:
             raise_deferred()
         with process_dispatching() if self._is_local else self._dispatching_with_peers():
@@ -141,6 +144,7 @@ class Program:
                 raise
             finally:
                 self._body.called = None
+            # The user called the program inside `jax.jit`, `jax.grad` or another trace of JAX.
             if isinstance((outputs[2] or outputs[0] or (None,))[0], jax.core.Tracer):
                 self._body.state.put_back(donated)
                 raise refuse_outer_trace()
@@ -300,6 +304,7 @@ class Programs:
             for program in known:
                 if program.recording in (EITHER_WAY, recording) and program.settings.hold():
                     batches = program.draws.look(arguments) if program.draws else ()
+                    # None: the next batch has other shapes. Another program of the list may fit.
                     if batches is not None:
                         return program(fn, arguments, batches) if runs else None
             with without_collections(), explained():
@@ -308,6 +313,7 @@ class Programs:
                 assert batches is not None
                 program.require_equal((arguments, *batches))
                 result = program(fn, arguments, batches) if runs else None
+            # Last, so that a program that the other processes do not run, or whose first run fails, is traced again.
             known.append(program)
             return result
         except RuntimeError:

@@ -178,6 +178,7 @@ class ReplicaCall:
 
     def _fill(self, leaves: list[Any], kind: Callable[[Any], bool], values: Iterable[Any]) -> None:
         places = (i for i, x in enumerate(self._leaves) if kind(x))
+        # `zip` asks `places` first. In the other order it would take a value too many, and the next call continues with `values`.
         for place, value in zip(places, values, strict=False):
             leaves[place] = value
 

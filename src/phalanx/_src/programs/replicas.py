@@ -238,6 +238,7 @@ class _Run:
         if any(each.outputs.nest != traces[0].outputs.nest for each in traces):
             raise IndivisibleError("another structure of what the function returns")
         values = [shape_dtype(tuple(v.shape), dtype_of(v)) for v in variables]
+        # `eval_shape` returns shapes only, so the program leaves the traced function through a list.
         made: list[own_rows.DividedProgram] = []
 
         def body(values: PyTree, sharded: PyTree, whole: PyTree) -> PyTree:
@@ -263,6 +264,7 @@ class _Run:
             seeing = []
         plan: own_rows.DividedProgram | None = discovery.plan
         inputs = own_rows.Inputs(state, sharded, whole)
+        # One trace, divided only so that the observers see where the replica's own part ends.
         if plan is None and seeing:
             plan = own_rows.DividedProgram([discovery], [], [inputs])
         outputs: _ReplicaOutputs
@@ -376,6 +378,7 @@ class _Run:
             # The conditions of steps that do not run stay False, so they record nothing.
             jax.tree.map(room, jax.eval_shape(lambda x: list(map(_always, x)), one.records)),
         )
+        # The number of steps is an input, so a shorter last group of steps needs no other program.
         state, (results, mirrored, records) = lax.fori_loop(0, count, body, (state, stacked))
         ends = [x for w, x in zip(discovery.written, state, strict=True) if w]
         entries = [Entry(v, x, x) for v, x in zip(written, ends, strict=True)]

@@ -39,12 +39,14 @@ def require_equal(discovery: Discovery, inputs: Sequence[Arguments], topology: T
     local_watch = watch.own()
     if local_watch is None or topology.num_workers == 1:
         return
+    # Any other program may differ between processes: one that only the chief runs, for example.
     if not (_places_variables(discovery, topology) or _communicates(discovery, inputs[0])):
         return
     difference = local_watch.agree(_signature(discovery, inputs))
     if difference is None:
         return
     index, name = difference.index, ""
+    # This process may have fewer variables than the one that differs.
     if difference.part == "variable" and index is not None and index < len(discovery.variables):
         name = f" ({discovery.variables[index].path!r} here)"
     raise TraceError(

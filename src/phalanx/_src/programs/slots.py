@@ -72,6 +72,7 @@ class Slot:
     def store(self, array: jax.Array | None, home: Topology | None) -> None:
         """Records that `array`, which no Phalanx program made, is what the variable holds."""
         if array is not None:
+            # JAX does not export the class of its arrays, so the first array shows it.
             kind: Any = type(array)
             _note_parts_of(kind)
         self.owned = False

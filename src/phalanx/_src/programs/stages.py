@@ -33,6 +33,7 @@ _evaluate: Callable[..., list[Any]] = jax.core.eval_jaxpr
 
 def _replaced(jaxpr: PyTree, **changes: PyTree) -> jex.Jaxpr:
     """Returns a trace without constants, and with other inputs, outputs and equations."""
+    # With `jax_enable_checks`, JAX requires as many names as a trace has inputs and outputs. Unknown names fit any number.
     other: jex.Jaxpr = jaxpr.replace(constvars=[], debug_info=jaxpr.debug_info.with_unknown_names(), **changes)
     return other
 
@@ -105,6 +106,7 @@ class Stages:
         self._values = values = _Values(traces)
         self._steps: list[_Part | _Exchange] = []
         for number, stage in enumerate(traces[0].stages):
+            # The last stage has no exchanges, so what the loop leaves here are the last exchanges of all.
             self._last_exchanges = [
                 step for step in self._steps if isinstance(step, _Exchange) and step.stage == number - 1
             ]
@@ -159,7 +161,7 @@ class _Values:
             self.add(column)
         first = len(self._columns)
         for i, trace in enumerate(traces):
-            # Traces share the constants that the function closes over, and each has its own numbers.
+            # Traces share the constants that the function closes over, and each has its own numbers. Arrays compare by value.
             for variable, const in zip(trace.jaxpr.constvars, trace.consts, strict=True):
                 place = next((n for n, other in enumerate(self.consts) if other is const), len(self.consts))
                 if place == len(self.consts):
@@ -388,6 +390,7 @@ def evaluate_alone(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, values: Sequence[Any]) -
       eqn: the equation.
       values: the values of its inputs.
     """
+    # A dict, because `x * x` reads a variable twice, and the inputs of a trace must differ.
     inputs = {v: x for v, x in zip(eqn.invars, values, strict=True) if isinstance(v, jex.Var)}
     one = _replaced(jaxpr, invars=list(inputs), outvars=eqn.outvars, eqns=[eqn])
     return _evaluate(one, [], *inputs.values())

@@ -56,6 +56,7 @@ class State:
         self._written = _Variables(writes, topology, storage, self._shelf)
         self._read = _Variables(reads, topology, storage, None)
         on_read = [slot_of(v) for v in writes if policy_of(v).on_read]
+        # In the order of `fields` in `run`: the values, the list of them for the shelf, the components.
         self._owners: list[Any] = [*writes, self._shelf, *on_read]
         self._names = [compat.RAW_VALUE] * len(writes) + ["arrays"] + ["components"] * len(on_read)
 
@@ -95,6 +96,7 @@ class State:
           The outputs of the program, beginning with values and components of the variables that it writes.
         """
         if self._is_lent:
+            # This runs bytecode between the program and the store. An interrupt there loses only copies.
             execute = functools.partial(self._run_elsewhere, execute)
         outputs: list[tuple[Any, ...]] = []
         # All of these are lazy. `deque` below consumes `executed` first, which fills `outputs`, and then `stored`, which reads it.
@@ -192,6 +194,7 @@ class _Variables:
             return [], []
         arrays = self._placed()
         if self._is_lent:
+            # A donated array must be a copy, or the program would consume the variable itself. One that is only read may share its memory.
             arrays = jax.device_put(arrays, self._topology.replicated, may_alias=False if donates else None)
         elif donates and self._shelf is not None:
             self.copied = []
@@ -299,6 +302,7 @@ class _Variables:
         local = [i for i, array in zip(fresh, arrays, strict=True) if not spans_processes(array)]
         unread = [array for _, array in divided if not parted.get(array)]
         topology.require_equal([(self.variables[i].path, array) for i, array in divided])
+        # The comparison has read the shards, and not the user: the program may still consume the arrays.
         for array in unread:
             parted.discard(array)
         values = topology.from_source([compat.raw_value(self.variables[i]) for i in local])
@@ -322,6 +326,7 @@ class _Variables:
                 variable, count = self.variables[i], self._topology.num_replicas
                 first = restored.get(variable)
                 restored.discard(variable)
+                # Without a checkpoint of as many replicas, the components follow from the value of the variable.
                 if first is None or len(first) != count:
                     first = initial_components(variable, arrays[i], count)
                 rows = self._topology.local_replicas

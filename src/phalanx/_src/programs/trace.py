@@ -205,6 +205,7 @@ def written_entries(scope: LiftScope) -> list[Entry]:
     now = [e for e in scope.entries.values() if e.written]
     if not isinstance(scope.pass_, Executing):
         return now
+    # The outputs of the program were fixed when it was traced: values for these variables, and no others.
     discovery = scope.pass_.discovery
     known = list(itertools.compress(discovery.variables, discovery.written))
     for entry in now:

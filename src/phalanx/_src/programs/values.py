@@ -28,6 +28,7 @@ def to_host(array: Any) -> np.ndarray:
     host = whole(array, f"an array {array.dtype}{list(array.shape)}") if spans_processes(array) else np.asarray(array)
     # On CPUs the result shares the memory of the array, which the next program may consume.
     host = host if host.flags.owndata else host.copy()
+    # Only this function has read the shards, and its copy shares no memory with them.
     if not was_parted:
         parted.discard(array)
     return host
