@@ -60,6 +60,7 @@ class ClusterCoordinator:
     """
 
     def __init__(self, strategy: AbstractStrategy) -> None:
+        # `strategies` is above this package, so the class of the strategy cannot be imported. The first access starts the workers.
         scheduler = getattr(strategy, "scheduler", None) if isinstance(strategy, AbstractStrategy) else None
         if not isinstance(scheduler, Scheduler):
             raise InvalidArgumentError(

@@ -12,7 +12,7 @@ from typing import TextIO
 
 _EVERY_S = 1.0
 _EVERY_S_IN_LOGS = 30.0
-_CLEARED = "\r\x1b[K"
+_CLEARED = "\r\x1b[K"  # Moves to the start of the line, and clears it.
 
 
 @dataclass(frozen=True)

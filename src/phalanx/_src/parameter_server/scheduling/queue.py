@@ -111,12 +111,13 @@ class PendingValue(RemoteValue):
             return
         self._values, self._error = values, error
         self._traceback = None if error is None else error.__traceback__
-        self._is_known, self.queue = True, None
+        self._is_known, self.queue = True, None  # A value outlives its queue.
         self._waits.release()
 
     @override
     def get(self) -> PyTree:
         queue = self.queue
+        # Taken and released at once, because several callers may wait for one value.
         with self._waits if queue is None else queue.awaited(self._waits):
             pass
         if self._error is not None:
@@ -190,6 +191,7 @@ class ClosureQueue:
         with self._lock:
             self._wait_until(lambda: len(self._queued) < self._capacity, "coordinator.schedule(...)")
             self._is_asked = False
+            # Before the closure is queued, because the servers must expect the update of a worker that takes it.
             if self._some_rest and self._wake is not None:
                 self._wake()
                 self._some_rest = False
@@ -207,6 +209,7 @@ class ClosureQueue:
         with self._lock:
             if self._state is not _State.CANCELLING:
                 self._raise_first_error()
+            # A caller that polls `done` in a loop waits too, although no thread of it waits here.
             self._is_asked = True
             self._tell_to_rest()
             return self._is_idle
@@ -238,7 +241,7 @@ class ClosureQueue:
                 self._work.wait()
             if self._state is _State.STOPPED:
                 return None
-            if len(self._queued) == self._capacity:
+            if len(self._queued) == self._capacity:  # Only then a caller of `put` may wait for room.
                 self._change.notify_all()
             closure = self._queued.popleft()
             self._in_flight.add(closure)

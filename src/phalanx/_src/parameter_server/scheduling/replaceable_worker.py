@@ -69,7 +69,7 @@ class ReplaceableWorker:
         self.state = WorkerState.STARTING
         self._made: dict[int, Any] = {}
         self._dropped: list[int] = []
-        self._making = threading.RLock()
+        self._making = threading.RLock()  # A call inside may note the loss of the worker.
         self._left: Reply[None] | None = None
         self._peer = self._start()
 
@@ -88,11 +88,13 @@ class ReplaceableWorker:
     def rest(self) -> None:
         """Tells the servers not to wait for updates of this worker. Has an effect only if staleness is bounded."""
         if self._waits and self._left is None:
+            # The queue holds its lock during this call, so it does not wait for the answer.
             self._left = self._servers.peers[0].ask(ParameterServer.leave, self.pusher)
 
     def wake(self) -> None:
         """Tells the servers to expect updates of this worker again."""
         if self._left is not None:
+            # A server runs calls in several threads, so `enter` could overtake a `leave` without an answer.
             self._servers.answers([self._left])
             self._servers.tell(ParameterServer.enter, [self.pusher])
             self._left = None
@@ -122,6 +124,7 @@ class ReplaceableWorker:
         old = self.pusher
         self._servers.recover([old])
         self._enter()
+        # The servers have forgotten the old pusher, so none of its pushes is applied from now on, and the number is final.
         return self._servers.ask(ParameterServer.last_push, (0, old))[0]
 
     def meet(self) -> None:
@@ -145,7 +148,7 @@ class ReplaceableWorker:
         with self._making:
             if self.state is not WorkerState.LOST:
                 return
-            self._cluster.end(self._peer.actor)
+            self._cluster.end(self._peer.actor)  # A silent worker may still be running.
             self._enter()
             # A new process has no datasets and values yet. `_make` sends them again.
             self._made = {}

@@ -40,7 +40,7 @@ class Scheduler:
     ) -> None:
         self._homes, self._servers, self._names = homes, homes.servers, itertools.count()
         self._queue = ClosureQueue(wake=self._wake if waits else None)
-        self._steps = StepCache(strategy, homes, lambda: self._platforms)
+        self._steps = StepCache(strategy, homes, lambda: self._platforms)  # Known once the workers have started.
         self._workers = [
             ReplaceableWorker(i, cluster, homes.servers, timeout_s=timeout_s, waits=waits, queue=self._queue)
             for i in range(cluster.workers)
@@ -50,6 +50,7 @@ class Scheduler:
         ]
         # Waits until all workers have started.
         self._platforms = sorted({worker.platform() for worker in self._workers})
+        # Before any step runs: with bounded staleness, an update waits for the workers that have entered.
         self._servers.tell(ParameterServer.enter, [worker.pusher for worker in self._workers])
         for supervisor in self._supervisors:
             supervisor.begin()
@@ -107,6 +108,7 @@ class Scheduler:
 
     def status(self) -> Status:
         """Returns the current progress of the steps."""
+        # The first server decides about each update, so its numbers are those of all servers.
         ((updates, staleness, _),) = self._servers.ask(ParameterServer.statistics, (0,))
         return Status(
             workers=len(self._workers),
@@ -134,6 +136,7 @@ class Scheduler:
             return ()
         losses: list[str] = []
         while True:
+            # A worker that is lost would have to be replaced first.
             for worker in sorted(self._workers, key=lambda each: each.state is not WorkerState.WORKING):
                 try:
                     return worker.specs(resources)

@@ -109,6 +109,7 @@ class StepCache:
         def placeholder(leaf: PyTree) -> PyTree:
             if not isinstance(leaf, PerWorkerValues):
                 return leaf
+            # Two arguments may be the same iterator. They then take batches from it in turn.
             number = next((i for i, r in enumerate(resources) if r is leaf), len(resources))
             if number == len(resources):
                 resources.append(leaf)
@@ -118,6 +119,7 @@ class StepCache:
         arguments = Arguments(args, kwargs)
         with self._lock:
             known = self._cache.known(fn, (arguments.key, is_run))
+            # In place, because the cache holds this list. A step whose settings have changed needs another program.
             known[:] = [step for step in known if step.settings is None or step.settings.hold()]
             scheduled_step = next((step for step in known if step.recording in (EITHER_WAY, recording.key)), None)
             if scheduled_step is None:
@@ -134,6 +136,7 @@ class StepCache:
           TraceError: the step cannot be traced.
         """
         with self._lock:
+            # Under the lock, because the threads of several workers may ask for the same program at once.
             if specs not in step.programs:
                 try:
                     with recording.applied():
@@ -196,6 +199,7 @@ class StepCache:
 
         def call(inputs: list[Any]) -> PyTree:
             rest = iter(inputs[len(arrays) :])
+            # Anew in each call: the export of a step with tables traces it more than once.
             used[:] = [
                 _TracedBatches(i, [tree.unflatten([next(rest) for _ in leaves]) for tree, leaves in of])
                 for i, of in enumerate(taken)

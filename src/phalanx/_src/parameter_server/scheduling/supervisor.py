@@ -92,6 +92,7 @@ class Supervisor:
         closures = [closure]
         try:
             self.worker.replace()
+            # Not before the worker runs: while it starts, other workers can take these steps.
             closures += self._queue.get_more(self._share())
             while closures:
                 self._some(closures)
@@ -99,7 +100,7 @@ class Supervisor:
             self._lose(closures, e)
         except Exception as e:
             self._queue.fail(closures[0], e)
-            self._put_back(closures[1:])
+            self._put_back(closures[1:])  # The first error has cancelled them, so that no worker runs them.
         self._try_to_replace()
         return True
 
@@ -113,6 +114,7 @@ class Supervisor:
     def _lose(self, closures: list[Closure], why: WorkerLost) -> None:
         """Puts the steps of a lost worker back into the queue. Fails the first step if it has cost too many workers."""
         self.num_again += len(closures)
+        # The worker has reported none of them as finished, so the first one is the suspect.
         losses = closures[0].work.losses
         losses.append(str(why))
         if len(losses) >= MOST_LOSSES:
@@ -157,7 +159,7 @@ class Supervisor:
         work = closures[0].work
         self._queue.finish(closures[0], work.step.finish(variant, arrays, work.recording))
         self.num_steps += 1
-        del closures[0]
+        del closures[0]  # In place: if a later call fails, the caller puts back what is left.
 
     def _teach(self, work: Work, specs: PyTree) -> None:
         program = self._steps.program(work.step, work.fn, specs, work.recording)
