@@ -77,6 +77,7 @@ class ParameterServer:
 
     def ping(self) -> Sign:
         """Returns a heartbeat."""
+        # Without the lock, because a heartbeat must not wait for an update.
         return Busy().sign(jax.default_backend())
 
     def meet(self, peers: Sequence[Any]) -> None:
@@ -172,9 +173,11 @@ class ParameterServer:
         """
         with self._moving():
             self._wait(lambda: self._applied >= after)
+            # The next worker of this index may have entered already.
             self._lives[pusher.worker] = max(self._lives.get(pusher.worker, 0), pusher.life + 1)
             self._clock.forget(pusher)
             self._lines.pop(pusher, None)
+            # Wakes the call of the lost worker that waits in `exchange`, which then fails.
             self._change.notify_all()
             self._held = {name: p for name, p in self._held.items() if p.pusher != pusher}
         return [self._turns[i] for i in range(len(self._peers))]
@@ -210,6 +213,7 @@ class ParameterServer:
           FencedError: the worker was declared lost.
         """
         push = self._received(sent)
+        # Counted before the push is pending, because a restart drops what is pending.
         pusher, restarts = push.pusher, self._num_restarts
         with self._moving():
             self._require(pusher)
@@ -222,6 +226,7 @@ class ParameterServer:
             if push.requests is not None:
                 answers[self._index] = self._answer(pusher, push.requests[self._index])
             commits = self._commits.pop(pusher)
+        # Without the lock, so that pushes of other workers are applied while the other servers answer.
         dead = self._ray.exceptions
         try:
             if commits:
@@ -266,6 +271,7 @@ class ParameterServer:
 
     def num_applied(self) -> int:
         """Returns the number of applied updates."""
+        # Without the lock: `Servers` asks for this number to see whether a busy server is alive.
         return self._applied
 
     def align_all(self, applied: int) -> None:
@@ -312,6 +318,7 @@ class ParameterServer:
                 parts = {s: [(p.name, p.peer_pushes[s]) for p in pushes if s in p.peer_pushes] for s in peers}
                 decision = Decision(self._applied + 1, follows, parts)
                 self._turns.update(dict.fromkeys(follows, decision.turn))
+                # Sent first, so that the other servers apply their parts at the same time.
                 self._commits.update((push.pusher, self._committing(push, decision)) for push in pushes)
                 self._apply(decision.turn, pushes)
 

@@ -68,6 +68,7 @@ class SharedMemoryConnection:
 
     def greeting(self) -> Any:
         """Returns a message that tests whether the other end can read this memory; None if the system has no memfd."""
+        # The smallest message that `pack` puts into shared memory.
         return (_machine(), self.pack(np.zeros(_SMALL, np.uint8))) if hasattr(os, "memfd_create") else None
 
     def understands(self, greeting: Any) -> bool:
@@ -76,7 +77,7 @@ class SharedMemoryConnection:
             return False
         try:
             self.unpack(greeting[1])
-        except OSError:
+        except OSError:  # Files in /proc cannot be opened if their process has ended, or is another user's.
             return False
         return True
 
@@ -103,6 +104,7 @@ class SharedMemoryConnection:
         """Returns the message that the other end packed. Its arrays change when that end packs again."""
         if not isinstance(sent, Packed):
             return sent
+        # Also for writing, which `mmap` asks for unless it is told otherwise.
         self._others = self._others or _Memory(os.open(sent.path, os.O_RDWR))
         starts, end = _layout(sent.sizes)
         memory = self._others.of(end)
@@ -129,6 +131,7 @@ class _Memory:
     def of(self, size: int) -> np.ndarray:
         """Returns the content of the file, which has at least `size` bytes. Maps it again if it has grown."""
         if size > self._array.size:
+            # Messages of earlier calls keep their own mapping of the file alive.
             self._array = np.frombuffer(mmap.mmap(self._fd, 0), np.uint8)
         return self._array
 

@@ -84,11 +84,14 @@ class Clock:
             waiting = {p.pusher for p in self._pending}
             # A worker that has not pulled yet will get the current version.
             pulled = [self.version if v is None else v for p, v in self._computing.items() if p not in waiting]
+            # The next update would make the step of one of these workers too stale, so it waits for that worker.
             if any(self.version + 1 - v > self._bound for v in pulled):
                 return []
+            # A push that is as stale as the bound allows must be part of the next update. Without any, the oldest goes alone.
             oldest = min(p.pulled for p in self._pending)
             last = [p for p in self._pending if self.version - p.pulled >= self._bound]
             chosen = last or [next(p for p in self._pending if p.pulled == oldest)]
+        # By identity: pushes hold arrays, and `==` of these is not a bool.
         self._pending = [p for p in self._pending if not any(p is c for c in chosen)]
         self.staleness.update(self.version - p.pulled for p in chosen)
         for push in chosen:

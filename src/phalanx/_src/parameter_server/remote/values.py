@@ -73,12 +73,15 @@ class ServerValues:
         for push in pushes:
             for key, increment in push.added.items():
                 self._arrays[key] = _added(self._arrays[key], increment)
+            # Copies, because these arrays may be in shared memory too.
             self._arrays.update({key: jnp.array(x) for key, x in push.set.items()})
             for name, of_update in push.updates.items():
                 gradients.setdefault(name, []).append(of_update)
         for name, terms in gradients.items():
             program, run = self._updates[name]
+            # Several terms are arrays and never rows of a table: only bounded staleness has several, and it refuses tables.
             mean = terms[0] if len(terms) == 1 else [sum(each) / len(terms) for each in zip(*terms, strict=True)]
+            # The program consumes the arrays that it writes, so the server lets go of them first.
             values = [self._arrays.pop(key) for key in program.keys]
             self._arrays.update(zip(program.keys, run(values, mean), strict=True))
         # The gradients may be in shared memory, which a worker overwrites as soon as its push has returned.

@@ -57,6 +57,7 @@ class Worker:
         self._lines: list[SharedMemoryConnection | None] = []
         self._busy = Busy()
         worker_index.worker_index = pusher.worker
+        # Only XLA for CPUs takes the memory of a step from `malloc`.
         if jax.default_backend() == "cpu":
             keep_freed_memory()
 
@@ -126,13 +127,16 @@ class Worker:
                 program, ready = ready.program, None if following is None else self._ahead(following)
                 known = ready if isinstance(ready, _Ready) and not ready.program.is_pure else None
                 if program.writes:
+                    # If the answer is lost, the servers may have applied the push nevertheless.
                     report.pushed = Pushed(push.number, program.plan.variant, results)
                     values = self._exchange(pushes, known)
                     report.pushed = None
                 else:
                     # A step without changes does not push, so the next step pulls on its own.
+                    # No values: the step has pulled nothing, and no server waits for it.
                     self._ended(report, values or None)
                     values = None
+            # Ray raises OutOfMemoryError, which is not a RayActorError, if it has killed a server for its memory.
             except (self._ray.exceptions.RayActorError, self._ray.exceptions.OutOfMemoryError, LostServerError):
                 report.has_lost_server = True
                 return report
@@ -161,6 +165,7 @@ class Worker:
     def _prepare(self, task: StepCall) -> "_Ready | _Unknown":
         """Takes the batches of a step if there is a program for their shapes."""
         known = self._programs.get(task.step, {})
+        # Before its first program, a step is asked for by the shapes of one batch per resource.
         draws = next(iter(known.values())).plan.draws if known else (1,) * len(task.resources)
         specs = tuple(self._resources[name].specs(n) for name, n in zip(task.resources, draws, strict=True))
         program = known.get(specs)
