@@ -74,6 +74,7 @@ class Servers:
         self._start = start
         self.lock, self.calls = threading.RLock(), Calls(self._ray)
         self._peers: list[Peer[ParameterServer]] | None
+        # Actors of an earlier start run already, so they get no time to start.
         self._peers = [peer(i, actor, timeout_s) for i, actor in enumerate(cluster.kept_actors(names))]
         self.inventories = self._take_over()
         if not self.inventories:
@@ -219,6 +220,7 @@ class Servers:
 
     def drop(self, server: int, key: int) -> None:
         """Tells a server to delete a value, without waiting. Does nothing after the strategy was closed."""
+        # Finalizers of variables call this, perhaps after the strategy was closed or Ray has ended.
         if self._peers is not None and self._ray.is_initialized():
             self._peers[server].ask(ParameterServer.drop, [key])
 
@@ -309,6 +311,7 @@ class Servers:
         """Returns the lost servers, by index, with the reason."""
         lost: dict[int, Lost] = {}
         replies = [peer.ask(ParameterServer.num_applied) for peer in self.peers]
+        # One by one, because waiting for all together ends with the first that is lost.
         for i, reply in enumerate(replies):
             try:
                 self.calls.answers([reply])
@@ -321,6 +324,7 @@ class _Snapshots:
     """Copies the state of all servers periodically, in a daemon thread. `last` is the latest complete copy."""
 
     def __init__(self, servers: Servers, every_s: float) -> None:
+        # Empty until the first snapshot, which `Homes` takes as soon as the servers hold a variable.
         self.last: list[State] = [({}, {}, {}) for _ in servers.peers]
         # Weak, so that the thread does not keep a dropped strategy alive.
         self._servers, self._every_s = weakref.ref(servers), every_s

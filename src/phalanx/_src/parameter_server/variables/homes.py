@@ -158,7 +158,7 @@ class Homes:
           InputError: the table does not have one of the rows.
         """
         self.take_in([table])
-        rows, places = np.unique(ids, return_inverse=True)
+        rows, places = np.unique(ids, return_inverse=True)  # Each row crosses the network once.
         placement = self.placement(table)
         assert placement is not None
         require_rows(rows, placement, describe(table))
@@ -221,7 +221,7 @@ class Homes:
     def read_part(self, part: ServerPart) -> np.ndarray:
         """Fetches one part of a variable."""
         ((array,),) = self.servers.ask(ParameterServer.get, (part.server, [part.key]))
-        return np.array(array)
+        return np.array(array)  # A copy for the user, because arrays from Ray are read-only.
 
     def write_part(self, part: ServerPart, value: np.ndarray) -> None:
         """Sends one part of a variable to every server that holds it."""
@@ -269,6 +269,7 @@ class Homes:
         """Sends the value of a variable to the servers. A part is the index of a server, and its first and last row."""
         array = np.asarray(compat.raw_value(variable))
         placement = tuple(ServerPart(server, next(self._keys), start, stop) for server, start, stop in parts)
+        # The value leaves this process in `_settle`, after the servers have confirmed that they have it.
         sent = ((p.server, {p.key: p.of(array)}, labels_of(variable, p)) for p in placement)
         self.servers.ask(ParameterServer.put, *sent)
         self._settle(variable, placement)
@@ -310,7 +311,7 @@ _owners: IdentityMap[Homes] = IdentityMap()
 def _fetch(variable: Variable) -> bool:
     """Fills a variable from the servers before it is read. Returns True, which empties the variable after the read."""
     homes = _owners.get(variable)
-    if homes is None or compat.lift_scope() is not None:
+    if homes is None or compat.lift_scope() is not None:  # A step that is being traced has the variable as an input.
         return False
     compat.set_raw_values([variable], [homes.read(variable)])
     return True

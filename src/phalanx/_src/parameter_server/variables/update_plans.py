@@ -96,6 +96,7 @@ class UpdatePlans:
             )
             rate = compat.learning_rate_of(update.optimizer)
             # A program contains the slots of its variables, the learning rate, and the number of rows of each lookup.
+            # The optimizer keeps its variables alive, so that no id of them is used again.
             key = (*map(id, update.variables), id(rate), *tables.values())
             updates = self._updates.get(update.optimizer)
             if updates is None:
@@ -115,6 +116,7 @@ class UpdatePlans:
         optimizer = update.optimizer
         if len(self._homes.servers) == 1 or isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             return False
+        # `clipnorm` needs the norm of one gradient, which is divided only if a partitioner divides its variable.
         return bool(optimizer.global_clipnorm or (optimizer.clipnorm and self._partitioner is not None))
 
     def _check_divisible(self, update: Update) -> None:
@@ -162,6 +164,7 @@ class UpdatePlans:
         variables = tuple(v for v in update.variables if id(v) in held_ids)
 
         def program(gradients: list[Any]) -> None:
+            # Otherwise this server would also update the moving averages of variables that other servers hold.
             with compat.restricted(update.optimizer, [v for v, _ in held]):
                 trace_run(self._device, update.optimizer.apply, (gradients, variables), {})
 
@@ -174,6 +177,7 @@ class UpdatePlans:
         table_of = {id(s): i for s, v in owners for i, x in enumerate(variables) if x is v and id(v) in tables}
         with context.enter(context.Mode(self._device, None)), compat.shapes(shapes):
             gradients = [shape_dtype(tuple(v.shape), compat.dtype_of(v)) for v in variables]
+            # New values and no increments, because the server puts them in the place of the old ones.
             exported = export(program, gradients, self._homes.servers.platforms, adds=False)
         keys = [self._homes.hold(v, server) for v in exported.variables]
         return UpdateProgram(
