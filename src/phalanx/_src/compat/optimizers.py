@@ -285,10 +285,12 @@ def _add_variable_from_reference(
     **kwargs: PyTree,
 ) -> Variable:
     make = functools.partial(original, self, reference_variable, *args, **kwargs)
-    is_table = isinstance(reference_variable, Variable) and initializer_of(reference_variable) is not None
-    slot = make_table(make) if is_table else make()
-    if isinstance(reference_variable, Variable):
-        note_facts(slot).reference = weakref.ref(reference_variable)
+    slot = make() if initializer_of(reference_variable) is None else make_table(make)
+    facts = note_facts(slot)
+    facts.reference = weakref.ref(reference_variable)
+    # The path of a slot contains the path of its variable with other separators, so it cannot be looked up by path.
+    facts.layout_path = layout_path(reference_variable)
+    facts.is_elementwise = updates_elementwise(self, reference_variable)
     return slot
 
 
@@ -301,22 +303,6 @@ extend(BaseOptimizer, "apply")(_apply)
 extend(BaseOptimizer, "apply_gradients")(_apply_gradients)
 
 extend(BaseOptimizer, "stateless_apply")(_stateless_apply)
-
-
-@extend(BaseOptimizer, "add_variable_from_reference")
-def _add_slot(
-    original: Callable[..., Variable],
-    self: keras.optimizers.Optimizer,
-    reference_variable: Variable,
-    *args: PyTree,
-    **kwargs: PyTree,
-) -> Variable:
-    slot = original(self, reference_variable, *args, **kwargs)
-    facts = note_facts(slot)
-    # The path of a slot contains the path of its variable with other separators, so it cannot be looked up by path.
-    facts.layout_path = layout_path(reference_variable)
-    facts.is_elementwise = updates_elementwise(self, reference_variable)
-    return slot
 
 
 @extend(keras.optimizers.LossScaleOptimizer, "__init__")
