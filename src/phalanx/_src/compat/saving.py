@@ -21,7 +21,7 @@ class _Nowhere(io.BytesIO):
     """A weight file in memory that has names, but no values."""
 
     def __str__(self) -> str:
-        return ".weights.h5"
+        return ".weights.h5"  # `save_weights_only` refuses a path with another suffix.
 
 
 @extend(saving_lib.H5IOStore, "__setitem__")

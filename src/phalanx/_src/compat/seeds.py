@@ -95,6 +95,7 @@ def agree_on_seed(agree: Callable[[np.ndarray], Any]) -> None:
       agree: returns one process's int32 array on all processes. A collective call, so processes with a seed make it too.
     """
     seed = _get_random_seed()
+    # Processes without a seed draw one of an int32, the dtype of the exchange.
     agreed = agree(np.array(np.random.default_rng().integers(2**31 - 1) if seed is None else seed, np.int32))
     if seed is None:
         keras.utils.set_random_seed(int(agreed))

@@ -40,6 +40,7 @@ def _mapped(store: saving_lib.H5IOStore, key: str) -> np.ndarray | None:
     offset = dataset.id.get_offset()
     if offset is None or math.prod(dataset.shape) * dataset.dtype.itemsize < _SMALL_BYTES:
         return None
+    # HDF5 has no bfloat16, so Keras writes the name of this dtype next to the bytes.
     dtype = dataset.attrs.get("dtype", dataset.dtype)
     try:
         file, start = _place_of(store)

@@ -177,6 +177,7 @@ class ArrayBatches:
     def _chosen(self, source: PyTree, indices: PyTree) -> PyTree:
         if isinstance(source, _Dense):
             array = source.array
+            # NumPy makes a view of a slice, so that a batch in the order of the rows needs no copy here.
             is_view = isinstance(indices, slice) and isinstance(array, np.ndarray) and array.dtype == source.dtype
             return array[indices] if is_view else self._rows(array, indices, source.dtype)
         return self._whole(source.convert_to_numpy(source[indices]))
@@ -200,6 +201,7 @@ def _source(x: PyTree, prepare: Callable[[PyTree], PyTree]) -> PyTree:
             return x
         x = x.array
     x = prepare(x)
+    # `is_float_dtype` raises for text, dates and objects.
     is_float = x.dtype.kind not in "OSUMm" and backend.is_float_dtype(x.dtype)
     return _Dense(x, jax.numpy.dtype(backend.floatx()) if is_float else x.dtype)
 
@@ -248,6 +250,7 @@ def begin_again(adapter: _DataAdapter | None) -> None:
         return
     adapter.enqueuer.stop()
     adapter.enqueuer.ready_queue = queue.Queue()
+    # Keras numbers the batches of an endless dataset through all epochs. Of others, each epoch numbers them anew.
     if adapter.num_batches is None:
         adapter.enqueuer.indices = itertools.count()
 
@@ -385,6 +388,7 @@ def batch_hooks(callbacks: keras.callbacks.CallbackList, kind: str) -> list[Call
 
 def listens(callbacks: Sequence[Any], kind: str, when: str) -> bool:
     """Whether any callback overrides the hook for the "begin" or the "end" of a batch."""
+    # Keras's `on_train_batch_*` call the older `on_batch_*`, which a callback may override in their place.
     names = [f"on_{kind}_batch_{when}"] + ([f"on_batch_{when}"] if kind == "train" else [])
     return any(not _is_default(getattr(c, name, None)) for c in callbacks for name in names)
 
