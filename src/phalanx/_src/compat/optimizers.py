@@ -98,6 +98,7 @@ def restricted(optimizer: keras.optimizers.Optimizer, variables: Sequence[Variab
     trained = [v for v in one._trainable_variables if id(v) in ids]
     parts: dict[str, PyTree] = {
         "_trainable_variables": trained,
+        # The lists of momentums and the like stay whole, so each variable keeps its index in them.
         "_trainable_variables_indices": {one._var_key(v): one._get_variable_index(v) for v in trained},
         "_variables": [s for s in one._variables if reference_of(s) is None or id(reference_of(s)) in ids],
     }

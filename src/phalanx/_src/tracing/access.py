@@ -85,7 +85,7 @@ class VariableScope(compat.AbstractLiftScope):
                 else ShardEntry(variable, initial, dim, self.pass_.trace)
             )
             self.entries[id(variable)] = entry
-            for watch in self.tapes:
+            for watch in self.tapes:  # Tapes that were entered before the variable was used.
                 watch([entry])
         return entry
 

@@ -68,6 +68,7 @@ class BatchShare(compat.AbstractBatchShare):
         scope = compat.active_scope()
         # A plain scope of Keras, in a stateless step, has values that this one does not know.
         values = [] if scope is self._scope or scope is None else [scope.get_current_value(v) for v in variables]
+        # As in `merge_call`: the values are those of all replicas, which are already running.
         with context.enter(context.Mode(context.get_strategy(), None, merging=True)):
             if not values:
                 yield

@@ -289,7 +289,7 @@ def _of_bodies(call: str, hint: str) -> Iterator[None]:
     """
     try:
         yield
-    except (PhalanxError, jax.errors.JAXTypeError):
+    except (PhalanxError, jax.errors.JAXTypeError):  # The program explains JAX's errors about tracers.
         raise
     except TypeError as e:
         raise InvalidArgumentError(

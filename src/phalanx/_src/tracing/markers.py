@@ -126,7 +126,7 @@ def gradients_of(jaxpr: Jaxpr) -> list[_Gradient]:
     for at, eqn in enumerate(jaxpr.eqns):
         tape: Any = eqn.params.get("tape")
         if eqn.primitive is enter_p:
-            starts.setdefault(tape, at)
+            starts.setdefault(tape, at)  # The first of several: a variable that is first used inside the tape adds one.
         elif eqn.primitive is leave_p:
             ends[tape] = at
         elif eqn.primitive is gradient_p:

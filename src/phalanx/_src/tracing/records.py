@@ -97,6 +97,7 @@ def recording_key() -> Hashable:
         # A function may still record with its own writer.
         return None if is_on else False
     step = defaults.step
+    # A program reads the variable that counts steps, so another one selects another program. Numbers are added after the run.
     return is_on, id(step) if isinstance(step, keras.Variable) else step is None
 
 

@@ -55,6 +55,7 @@ class LiftScope(VariableScope):
         Raises:
           ContextError: called in a replica function or in an inner trace.
         """
+        # A single replica is not mapped. The context of the default strategy, outside all scopes, has a replica too.
         in_replica = context.depth() > 0 and context.current().replica is not None
         if self.mapped or in_replica or self.inner_traces.is_inside:
             raise draws.refuse_draw()
@@ -129,11 +130,12 @@ class LiftScope(VariableScope):
         state = [(v, dims.get(id(v))) for v in (*trained, *optimizer.variables)]
         before = [self.get_current_value(v) if dim is None else self.entry(v).shard(dim) for v, dim in state]
         values = [(v, x) for (v, _), x in zip(state, before, strict=True)]
+        # A plain scope of Keras, because the optimizer assigns shards, which do not have the shapes of the variables.
         with compat.shapes([(v, x.shape) for v, x in values]), keras.StatelessScope(values) as inner:
             apply(grads, trained)
         for (variable, dim), value in zip(state, before, strict=True):
             new = inner.get_current_value(variable)
-            if new is value:
+            if new is value:  # The optimizer has not assigned it.
                 continue
             if dim is None:
                 variable.assign(new)
