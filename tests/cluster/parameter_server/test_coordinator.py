@@ -279,6 +279,20 @@ def test_several_batches_of_several_shapes(coordinator, batches_of):
     assert set(values) == {44.0, 14.0}
 
 
+def test_number_of_batches_depends_on_their_shapes(coordinator, batches_of):
+    """A step that takes a second batch if the first has three rows. The last batch of a dataset may be a single one."""
+    two, three = np.ones((2, 1)), np.ones((3, 1))
+    iterator = batches_of(lambda: iter([two, three, three, two, three, three, two]))
+
+    def step(iterator):
+        batch = next(iterator)
+        return batch.sum() + 10 * next(iterator).sum() if len(batch) == 3 else batch.sum()
+
+    # Of five steps one worker does three.
+    values = [float(coordinator.schedule(step, args=(iterator,)).fetch()) for _ in range(5)]
+    assert set(values) == {2.0, 33.0}
+
+
 def test_workers_know_their_index(coordinator, batches_of):
     """In a value that each worker has of its own, and in a dataset function. A step gets those of the worker that does it."""
 

@@ -164,13 +164,17 @@ class Worker:
 
     def _prepare(self, task: StepCall) -> "_Ready | _Unknown":
         """Takes the batches of a step if there is a program for their shapes."""
-        known = self._programs.get(task.step, {})
-        # Before its first program, a step is asked for by the shapes of one batch per resource.
-        draws = next(iter(known.values())).plan.draws if known else (1,) * len(task.resources)
-        specs = tuple(self._resources[name].specs(n) for name, n in zip(task.resources, draws, strict=True))
-        program = known.get(specs)
-        if program is None:
-            return _Unknown(specs)
+        known, draws = self._programs.get(task.step, {}), (1,) * len(task.resources)
+        while True:
+            specs = tuple(self._resources[name].specs(n) for name, n in zip(task.resources, draws, strict=True))
+            program = known.get(specs)
+            if program is None:
+                return _Unknown(specs)
+            more = tuple(map(max, draws, program.plan.draws))
+            if more == draws:
+                break
+            # How many batches a step takes may depend on their shapes. The program must be for the shapes of all of them.
+            draws = more
         drawn = [self._resources[name].take(n) for name, n in zip(task.resources, program.plan.draws, strict=True)]
         return _Ready(program, [*task.inputs, *(x for batches in drawn for batch in batches for x in batch)])
 
