@@ -89,7 +89,7 @@ class ParameterServer:
 
         Args:
           pusher: the worker.
-          greeting: see `Line.greeting`.
+          greeting: see `SharedMemoryConnection.greeting`.
 
         Returns:
           Whether both are on one machine, and use shared memory from now on.
