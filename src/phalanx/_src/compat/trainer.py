@@ -250,7 +250,7 @@ def begin_again(adapter: _DataAdapter | None) -> None:
         return
     adapter.enqueuer.stop()
     adapter.enqueuer.ready_queue = queue.Queue()
-    # Keras numbers the batches of an endless dataset through all epochs. Of others, each epoch numbers them anew.
+    # Keras numbers the batches of an endless dataset through all epochs, and those of other datasets in each epoch.
     if adapter.num_batches is None:
         adapter.enqueuer.indices = itertools.count()
 

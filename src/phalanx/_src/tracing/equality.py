@@ -134,7 +134,7 @@ class _EqualityWalk:
         if name.startswith(_DIFFERING) or "callback" in name or eqn.primitive is markers.gradient_p:
             # The gradient of an equal value differs if the value was all-reduced: each replica gets its own part.
             return [False] * count
-        # With groups of replicas, each group gets a result of its own.
+        # With groups of replicas, each group gets another result.
         if name.startswith(_EQUALIZING) and params.get("axis_index_groups") is None:
             return [everywhere] * count
         if eqn.primitive is markers.enter_p or name == "optimization_barrier":

@@ -199,7 +199,7 @@ class StepCache:
 
         def call(inputs: list[Any]) -> PyTree:
             rest = iter(inputs[len(arrays) :])
-            # Anew in each call: the export of a step with tables traces it more than once.
+            # Made again in each call: the export of a step with tables traces it more than once.
             used[:] = [
                 _TracedBatches(i, [tree.unflatten([next(rest) for _ in leaves]) for tree, leaves in of])
                 for i, of in enumerate(taken)
