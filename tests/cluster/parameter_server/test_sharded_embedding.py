@@ -68,6 +68,14 @@ def test_fit_equals_dense(strategy, name):
     assert np.abs(ours.get_weights()[0] - before).max() > 1e-2, "the table has not been trained"
 
 
+def test_clipnorm_is_of_the_gradient_of_all_rows(strategy_of):
+    """A table is divided without a partitioner too, and each server has only its rows of the gradient."""
+    ours, theirs = twins(strategy_of(workers=1, ps=2), lambda: keras.optimizers.SGD(1.0, clipnorm=0.01))
+    for model in (ours, theirs):
+        model.fit(IDS, Y, batch_size=BATCH, shuffle=False, verbose=0)
+    assert_same(ours.get_weights(), theirs.get_weights())
+
+
 def test_two_lookups_of_one_table_in_a_tape(strategy, coordinator):
     """Gradients of a row that is looked up twice add up, in a scheduled step of one's own."""
 

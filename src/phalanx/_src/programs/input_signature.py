@@ -111,7 +111,7 @@ class Signature:
 
 
 def _is_spec(leaf: object) -> bool:
-    # Modules such as NumPy have functions of both names.
+    # Modules such as NumPy have both names.
     return hasattr(leaf, "shape") and hasattr(leaf, "dtype") and not inspect.ismodule(leaf)
 
 

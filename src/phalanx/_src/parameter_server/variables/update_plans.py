@@ -116,8 +116,9 @@ class UpdatePlans:
         optimizer = update.optimizer
         if len(self._homes.servers) == 1 or isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             return False
-        # `clipnorm` needs the norm of one gradient, which is divided only if a partitioner divides its variable.
-        return bool(optimizer.global_clipnorm or (optimizer.clipnorm and self._partitioner is not None))
+        # `clipnorm` needs the norm of one gradient, which is divided only if its variable is a table, or a partitioner divides it.
+        divides = self._partitioner is not None or any(map(compat.initializer_of, update.variables))
+        return bool(optimizer.global_clipnorm or (optimizer.clipnorm and divides))
 
     def _check_divisible(self, update: Update) -> None:
         """Checks that the servers can apply an optimizer without communicating.
