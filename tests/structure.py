@@ -191,8 +191,8 @@ LIMITS: dict[Callable[[Sources], list[str]], tuple[int, int]] = {
     attributes_on_objects_of_keras: (0, 0),
     clone_pairs: (1, 20),
     lines_with_any: (298, 300),
-    missing_comments: (546, 0),
-    all_lines: (72_495, 55_500),
+    missing_comments: (0, 0),
+    all_lines: (73_367, 55_500),
 }
 """For each count, the limit of today and the goal."""
 
