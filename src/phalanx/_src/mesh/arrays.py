@@ -149,7 +149,8 @@ def flattened(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> tup
       InvalidArgumentError: a dict has keys without an order, or another container cannot be flattened.
     """
     try:
-        leaves, structure = jax.tree.flatten(tree, is_leaf=is_leaf)
+        # Of `jax.tree_util`: `jax.tree.flatten` is a Python function that calls it, in each step of `run`.
+        leaves, structure = jax.tree_util.tree_flatten(tree, is_leaf)
     except ValueError as e:
         raise InvalidArgumentError(
             f"a nest of type {type(tree).__name__}",

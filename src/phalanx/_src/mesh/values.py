@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Distributed values: values that differ between replicas, or that are known to be equal. All are pytrees."""
 
+import functools
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -433,9 +434,8 @@ def first_steps(value: object, count: int) -> PyTree:
     return value[:count] if isinstance(value, jax.Array) else value
 
 
-def flatten(tree: PyTree) -> tuple[list[Any], Any]:
-    """Returns the result of `flattened`, with distributed values as leaves."""
-    return flattened(tree, is_distributed)
+flatten = functools.partial(flattened, is_leaf=is_distributed)
+"""Returns the result of `flattened`, with distributed values as leaves. Not a function: each step of `run` would call it."""
 
 
 def map_leaves(fn: Callable[[Any], Any], tree: PyTree) -> PyTree:

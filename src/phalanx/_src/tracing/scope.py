@@ -251,7 +251,8 @@ class LiftScope(VariableScope):
 def innermost() -> LiftScope | None:
     """Returns the scope of the function that is being traced, or None."""
     scope = compat.lift_scope()
-    return scope if isinstance(scope, LiftScope) else None
+    # `isinstance` of an abstract class is a call of Python, which most steps of `run` do not need.
+    return scope if scope is not None and isinstance(scope, LiftScope) else None
 
 
 def program_scope() -> LiftScope:
