@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Functions and classes of JAX that have no annotations in JAX, with their types.
 
-Nearly every name is the JAX object itself, so a call costs nothing extra.
+Nearly every name is the JAX object itself, so a call costs nothing extra. No other file has names of JAX that are not public. Canary tests
+name each of them: tests/unit/test_typed_jax.py, and for processes tests/unit/runtime/test_coordination.py.
 """
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from operator import methodcaller
-from typing import Protocol, TypeVar, final
+from typing import Any, Protocol, TypeVar, final
 
 import jax
 from jax import ad_checkpoint, lax
-from jax._src import config
+from jax._src import config, distributed, lib, xla_bridge
 from jax._src.interpreters import pxla
 from jax.experimental import layout
 from jax.experimental.layout import Layout
@@ -110,6 +111,15 @@ batched_device_put: Callable[..., jax.Array] = pxla.batched_device_put
 
 explicit_transfer: Callable[[], AbstractContextManager[None]] = config.explicit_device_put_scope
 """Returns a context in which `jax.transfer_guard` treats transfers as those of `device_put`. JAX has no public name for it."""
+
+distributed_state: Any = distributed.global_state
+"""The client, process and address of `jax.distributed`, which has functions for one group per process only."""
+
+runtime: Any = lib._jax  # type: ignore[attr-defined]
+"""Makes coordination services, their clients and the collectives of gloo."""
+
+make_cpu_client: Callable[[object], object] = xla_bridge.make_cpu_client
+"""Returns a CPU client with these collectives, or None."""
 
 make_user_context: Callable[[], Callable[[object], AbstractContextManager[None]]] = jax.make_user_context
 """Returns a function from a value to a context in which JAX traces separately."""

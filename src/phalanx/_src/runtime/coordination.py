@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """JAX's coordination service outside all workers, and the clients that join one service after another.
 
-`jax.distributed.initialize` starts the service in the process of rank 0, so that nobody survives the end of that process. This file
-has all names of processes that do not belong to JAX's public API. tests/unit/runtime/test_coordination.py checks that they exist, and what they do.
+`jax.distributed.initialize` starts the service in the process of rank 0, so that nobody survives the end of that process.
 
 As a module (`python -m phalanx._src.runtime.coordination`) it serves: each line of its input is `HOST SIZE ADDRESSES`, or `unix:PATH SIZE`, and
 starts a service for a group of that size, whose processes come from these addresses. Each line of its output is `started ADDRESS`, or says why it has failed. It ends with its input.
@@ -21,15 +20,13 @@ from typing import Any
 import jax
 import jax.extend
 import numpy as np
-from jax._src import distributed, lib, xla_bridge
 
 from phalanx._src.cluster.connections.filters import admit_only, is_visited
 from phalanx._src.cluster.connections.hosts import is_private
 from phalanx._src.cluster.connections.ports import HeldPort, listening_ports, sockets_of_process, stop_reading
 from phalanx._src.cluster.spec import host_and_port
-from phalanx._src.typed_jax import partition_spec
+from phalanx._src.typed_jax import distributed_state, make_cpu_client, partition_spec, runtime
 
-_jax: Any = lib._jax  # type: ignore[attr-defined]
 _HEARTBEAT_S = 100
 """Time in seconds after which the service gives up a silent client. The watchdog notices it earlier."""
 _REGISTER_S = 3
@@ -85,7 +82,7 @@ def connect(address: str, rank: int, size: int, timeout_s: float) -> set[int]:
     Raises:
       RuntimeError: the service, or a process of the group, does not answer.
     """
-    client = _jax.get_distributed_runtime_client(
+    client = runtime.get_distributed_runtime_client(
         address,
         rank,
         init_timeout=max(1, int(timeout_s)),
@@ -97,7 +94,7 @@ def connect(address: str, rank: int, size: int, timeout_s: float) -> set[int]:
         use_compression=True,
     )
     client.connect()
-    state: Any = distributed.global_state
+    state: Any = distributed_state
     state.client, state.process_id, state.num_processes, state.coordinator_address = client, rank, size, address
     ports = find_devices()
     client.key_value_set(f"phalanx/ports/{rank}", json.dumps(sorted(ports)))
@@ -125,16 +122,16 @@ def listen_at(host: str, machines: Sequence[str] = ()) -> None:
 
 def _cpu_client(host: str, machines: Sequence[str]) -> object:
     """Does what JAX does, and passes the host."""
-    client = distributed.global_state.client
+    client = distributed_state.client
     is_gloo = client is not None and jax.config.values["jax_cpu_collectives_implementation"] == "gloo"
-    return xla_bridge.make_cpu_client(_collectives(client, host, machines) if is_gloo else None)
+    return make_cpu_client(_collectives(client, host, machines) if is_gloo else None)
 
 
 def _collectives(client: object, host: str, machines: Sequence[str]) -> object:
     """Opens a port of gloo, to which nobody has connected when the kernel begins to drop the connections of strangers."""
     for _ in range(_ATTEMPTS):
         before = listening_ports()
-        collectives = _jax.make_gloo_tcp_collectives(distributed_client=client, hostname=host)
+        collectives = runtime.make_gloo_tcp_collectives(distributed_client=client, hostname=host)
         ports = listening_ports() - before
         for port in ports if machines else ():
             admit_only(port, machines)
@@ -154,7 +151,7 @@ def find_devices() -> set[int]:
     _find_devices()
     # Only process 0 writes compiled programs into JAX's cache. But on CPUs each rank has separate entries, and machines have separate
     # folders, so all others would compile again each time. JAX reads this number for nothing else once the devices are known.
-    distributed.global_state.process_id = 0
+    distributed_state.process_id = 0
     return listening_ports() - before
 
 
@@ -210,7 +207,7 @@ def share(data: bytes | None) -> bytes:
     Raises:
       RuntimeError: the group has lost a process.
     """
-    client: Any = distributed.global_state.client
+    client: Any = distributed_state.client
     if data is not None:
         client.key_value_set_bytes("phalanx/shared", data)
     shared: bytes = client.blocking_key_value_get_bytes("phalanx/shared", 1000 * _SHARE_S)
@@ -218,7 +215,7 @@ def share(data: bytes | None) -> bytes:
 
 
 def _end_client() -> None:
-    client: Any = distributed.global_state.client
+    client: Any = distributed_state.client
     if client is not None:
         # The service reports missing processes here, or the connection has already ended.
         with contextlib.suppress(RuntimeError):
@@ -227,7 +224,7 @@ def _end_client() -> None:
 
 def disconnect() -> None:
     """Leaves the group, whose other processes may have died. The devices stay usable until `drop_devices`."""
-    state: Any = distributed.global_state
+    state: Any = distributed_state
     _end_client()
     _group.is_broken = False
     state.client, state.process_id, state.num_processes = None, 0, 1
@@ -249,7 +246,7 @@ def _serve() -> None:
             # JAX 0.10.2 would end this process with a segmentation fault, more often than not, if another user took the port.
             with contextlib.ExitStack() as stack:
                 address = host if is_private(host) else stack.enter_context(HeldPort(host)).address
-                service = _jax.get_distributed_runtime_service(
+                service = runtime.get_distributed_runtime_service(
                     address,
                     int(size),
                     heartbeat_timeout=_HEARTBEAT_S,
