@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluation in a separate process that watches a folder of checkpoints."""
 
+import contextlib
 import logging
 import os
 import re
@@ -134,11 +135,15 @@ class SidecarEvaluator:
 
     def _newest(self) -> tuple[float, str] | None:
         """Returns the modification time and the name of the newest checkpoint, or None if there is none."""
+        checkpoints = []
         try:
-            # Not a pipe, whose other end Keras would wait for, nor a link that leads nowhere: others may write there too.
-            entries = [e for e in os.scandir(self._dir) if e.name.endswith(_SUFFIXES) and os.path.isfile(e.path)]
-            return max(((entry.stat().st_mtime, entry.name) for entry in entries), default=None)
-        except FileNotFoundError:  # The folder does not exist yet, or a file was removed between listing and `stat`.
+            for entry in os.scandir(self._dir):
+                # Not a pipe, whose other end Keras would wait for, nor a link that leads nowhere: others may write there too.
+                if entry.name.endswith(_SUFFIXES) and os.path.isfile(entry.path):
+                    with contextlib.suppress(FileNotFoundError):  # The training program has removed it just now.
+                        checkpoints.append((entry.stat().st_mtime, entry.name))
+            return max(checkpoints, default=None)
+        except FileNotFoundError:  # The folder does not exist yet.
             return None
         except OSError as e:
             hint = "the folder into which the training program saves"

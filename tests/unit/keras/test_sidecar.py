@@ -209,3 +209,21 @@ def test_numbers_that_are_not_positive(evaluator, name):
         evaluator(**{name: 0})
     with pytest.raises(InvalidArgumentError, match="the model is not compiled"):
         evaluator(mlp())
+
+
+def test_file_that_is_removed_while_the_folder_is_listed(evaluator, tmp_path, monkeypatch):
+    """The others are seen in the same turn."""
+    trained, folder = under(replicas(1), ACCURATE), tmp_path / "saved"
+    folder.mkdir()
+    for name in ("1.weights.h5", "2.weights.h5"):
+        trained.save_weights(folder / name)
+    is_file = os.path.isfile
+
+    def removing(path):
+        there = is_file(path)
+        if path.endswith("2.weights.h5"):
+            os.unlink(path)
+        return there
+
+    monkeypatch.setattr(os.path, "isfile", removing)
+    assert evaluator()._newest()[1] == "1.weights.h5"
