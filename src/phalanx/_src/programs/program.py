@@ -106,7 +106,7 @@ class Program:
     def _run_as_one_step(
         self, fn: Callable[..., Any], arguments: Arguments, batches: Sequence[Arguments]
     ) -> tuple[Any, ...]:
-        """Runs the program, applies its updates and advances its iterators. If one of these fails, all are undone."""
+        """Runs the program, applies its updates and advances its iterators. If an update fails, all are undone."""
         # Only a program that works on copies leaves updates, so the old values still exist.
         before = self._body.state.fields() if self._updates else []
         with deferred():
