@@ -3,10 +3,13 @@
 import threading
 from types import SimpleNamespace
 
-from phalanx._src.parameter_server.remote.plans import Pusher
+import pytest
+
+from phalanx._src.parameter_server.remote.plans import Pusher, StepReport
 from phalanx._src.parameter_server.scheduling.queue import Closure, ClosureQueue
 from phalanx._src.parameter_server.scheduling.replaceable_worker import WorkerLost, WorkerState
-from phalanx._src.parameter_server.scheduling.supervisor import Supervisor, Work
+from phalanx._src.parameter_server.scheduling.supervisor import MOST_LOSSES, Supervisor, Work
+from phalanx.errors import WorkerLostError
 
 DEADLINE_S = 300.0
 
@@ -50,3 +53,44 @@ def test_steps_do_not_wait_for_a_worker_whose_machine_is_lost():
     finally:
         queue.stop()
         worker.is_back.set()
+
+
+class WorkerThatOneStepKills:
+    """Each call with that step among its tasks ends it. A replacement starts at once."""
+
+    def __init__(self, killer):
+        self.pusher, self.state, self.killer = Pusher(1, 0), WorkerState.STARTING, killer
+
+    def rest(self):
+        pass
+
+    def make(self, resources):
+        pass
+
+    def replace(self):
+        pass
+
+    def call(self, method, tasks):
+        if any(task.step == self.killer for task in tasks):
+            raise WorkerLost("it has died")
+        return StepReport([(0, [])] * len(tasks))
+
+
+def test_only_the_step_that_ends_its_workers_fails():
+    """Although many are sent at once, and it is not the first of them."""
+    worker, queue = WorkerThatOneStepKills(9), ClosureQueue()
+    supervisor = Supervisor(worker, 1, queue, steps=SimpleNamespace(), waits=False)
+    supervisor._step_s = 1e-4
+    closures = []
+    for number in range(20):
+        step = SimpleNamespace(number=number, seeds=(), finish=lambda *_: None)
+        closures.append(Closure(Work(step, lambda: None, (), [], None)))
+        queue.put(closures[-1])
+    supervisor.begin()
+    with pytest.raises(WorkerLostError, match="3 workers in a row were lost with it"):
+        queue.join()
+    queue.stop()
+    losses = [len(closure.work.losses) for closure in closures]
+    assert losses.index(max(losses)) == 9
+    assert sorted(losses)[-2:] == [1, MOST_LOSSES]
+    assert supervisor.num_steps >= 9

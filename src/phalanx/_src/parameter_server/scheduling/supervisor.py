@@ -35,7 +35,7 @@ class Work:
       inputs: the arrays among the arguments.
       resources: the per-worker datasets and values among the arguments.
       recording: what the thread records that has scheduled the step.
-      losses: one message per worker that was lost while it ran this call.
+      losses: one message per worker that was lost while it ran this call, alone or with others.
     """
 
     step: ScheduledStep
@@ -93,7 +93,7 @@ class Supervisor:
         try:
             self.worker.replace()
             # Not before the worker runs: while it starts, other workers can take these steps.
-            closures += self._queue.get_more(self._share())
+            closures += self._queue.get_more(self._share(closure.work))
             while closures:
                 self._some(closures)
         except WorkerLost as e:
@@ -104,9 +104,10 @@ class Supervisor:
         self._try_to_replace()
         return True
 
-    def _share(self) -> int:
+    def _share(self, work: Work) -> int:
         """Returns how many more steps to send at once: few enough to leave work for others and to return soon."""
-        if self._waits:
+        # A step that was running when a worker was lost runs alone, so that no other one is blamed for it.
+        if self._waits or work.losses:
             return 0
         fair = len(self._queue) // (2 * self._workers)
         return max(0, min(fair, int(_AT_ONCE_S / self._step_s), _MOST_AT_ONCE) - 1)
@@ -114,9 +115,9 @@ class Supervisor:
     def _lose(self, closures: list[Closure], why: WorkerLost) -> None:
         """Puts the steps of a lost worker back into the queue. Fails the first step if it has cost too many workers."""
         self.num_again += len(closures)
-        # The worker has reported none of them as finished, so the first one is the suspect.
+        for closure in closures:
+            closure.work.losses.append(str(why))
         losses = closures[0].work.losses
-        losses.append(str(why))
         if len(losses) >= MOST_LOSSES:
             closure = closures.pop(0)
             self._queue.fail(closure, lost_again(_described(closure.work), losses))
