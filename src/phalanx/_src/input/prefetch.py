@@ -14,6 +14,7 @@ from typing_extensions import override
 T = TypeVar("T")
 
 _EXIT_TIMEOUT_S = 2.0
+_LOOK_S = 1.0
 
 
 class AbstractReadings(ABC, Generic[T]):
@@ -168,7 +169,9 @@ class _Shelf(Generic[T]):
         with self._change:
             self._most = most
             self._change.notify_all()
-            self._change.wait_for(lambda: self._items or self._ended)
+            # With a limit: a Ctrl-C between Python's last look for signals and an endless wait would have no effect.
+            while not self._change.wait_for(lambda: self._items or self._ended, _LOOK_S):
+                pass
             if self._items:
                 item = self._items.popleft()
                 # Until the next `take`, so that the thread reads no item which nobody will take.

@@ -50,6 +50,8 @@ from phalanx.typing import PyTree
 CAPACITY = 256 * 1024
 """The number of queued closures at which `ClosureQueue.put` blocks."""
 
+_LOOK_S = 1.0
+
 
 class RemoteValue(ABC):
     """A handle of the future return value of a scheduled step. `ClusterCoordinator.schedule` returns it.
@@ -340,7 +342,9 @@ class ClosureQueue:
 
         if not is_over():
             with self.awaited(self._lock):
-                self._change.wait_for(is_over)
+                # With a limit: a Ctrl-C between Python's last look for signals and an endless wait would have no effect.
+                while not self._change.wait_for(is_over, _LOOK_S):
+                    pass
         self._raise_first_error()
         if self._state is _State.STOPPED:
             raise stopped(call)
