@@ -36,7 +36,9 @@ def main(given: str) -> int:
         if options["links"]:
             return _links(options["processes"], options["devices"], paths)
         script = Script(options["target"], tuple(options["arguments"]), is_module=options["is_module"])
-        measured = measure(script, _options(options), lambda line: print(f"phalanx bench: {line}", file=sys.stderr))
+        measured = measure(
+            script, _options(options), lambda line: print(f"phalanx bench: {line}", file=sys.stderr, flush=True)
+        )
         report.print_table(measured)
         for path in paths:
             report.save(measured, path)
