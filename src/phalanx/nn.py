@@ -7,7 +7,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from phalanx._src.collectives import primitives
-from phalanx._src.collectives.accumulation import dtype_of, term
+from phalanx._src.collectives.dtypes import dtype_of, term
 from phalanx._src.mesh.arrays import over_rows
 from phalanx._src.options import ReduceOp
 from phalanx._src.programs.explain import explained

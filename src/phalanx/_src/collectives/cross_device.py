@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 from typing_extensions import override
 
 from phalanx._src.collectives import packing
-from phalanx._src.collectives.accumulation import dtype_of, term
+from phalanx._src.collectives.dtypes import dtype_of, term
 from phalanx._src.collectives.primitives import only_on, packed, sums, to_array
 from phalanx._src.compat import Variable
 from phalanx._src.mesh.devices import device_name, parse_device

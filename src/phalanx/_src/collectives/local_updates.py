@@ -16,9 +16,9 @@ from typing_extensions import override
 
 from phalanx._src import compat
 from phalanx._src.collectives import packing, primitives
-from phalanx._src.collectives.accumulation import mean_of_parts, parts_of_mean
 from phalanx._src.collectives.compressed import CompressedSum
 from phalanx._src.collectives.compression import compression_of
+from phalanx._src.collectives.dtypes import mean_of_parts, parts_of_mean
 from phalanx._src.compat import Variable
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.options import CommunicationOptions, PowerSGD, TopK

@@ -16,8 +16,8 @@ from jax.custom_derivatives import linear_call
 from jax.extend import core as jex
 from jax.typing import ArrayLike
 
-from phalanx._src.collectives.accumulation import Divisor, divided, dtype_of, term
 from phalanx._src.collectives.codes import Rounded, coded_sum
+from phalanx._src.collectives.dtypes import Divisor, divided, dtype_of, term
 from phalanx._src.mesh.arrays import flattened
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.mesh.values import differs

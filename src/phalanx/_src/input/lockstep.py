@@ -2,7 +2,8 @@
 """Keeps workers that read different rows at the same number of steps.
 
 A step contains collectives, so a worker that ends early would leave the others waiting. Workers therefore exchange what they
-have for the next `AHEAD` steps, and a worker without rows takes part with padding until all workers have ended.
+have for the next `AHEAD` steps, and a worker without rows takes part with padding until all workers have ended. A worker whose source raises
+says so in this exchange, and all raise an error that names it.
 """
 
 from collections import deque

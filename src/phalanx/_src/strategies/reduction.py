@@ -12,8 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx._src.collectives import primitives
-from phalanx._src.collectives.accumulation import dtype_of, term
 from phalanx._src.collectives.cross_device import CrossDeviceOps
+from phalanx._src.collectives.dtypes import dtype_of, term
 from phalanx._src.mesh.arrays import over_rows
 from phalanx._src.mesh.values import ComponentSizes, Mirrored, PerReplica, ReplicaLocal, check_size, differs
 from phalanx._src.options import ReduceOp

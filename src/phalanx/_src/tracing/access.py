@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from phalanx._src import compat
 from phalanx._src.collectives import primitives
-from phalanx._src.collectives.accumulation import is_integer
+from phalanx._src.collectives.dtypes import is_integer
 from phalanx._src.compat import Variable
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.options import ReduceOp

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from phalanx._src.collectives import primitives
-from phalanx._src.collectives.accumulation import term
+from phalanx._src.collectives.dtypes import term
 from phalanx._src.options import ReduceOp
 from phalanx._src.tracing.context import ReplicaContext
 from phalanx.errors import InvalidArgumentError

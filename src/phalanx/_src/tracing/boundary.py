@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from phalanx._src import compat
 from phalanx._src.collectives import packing, primitives
-from phalanx._src.collectives.accumulation import is_integer, mean_of_parts, parts_of_mean
+from phalanx._src.collectives.dtypes import is_integer, mean_of_parts, parts_of_mean
 from phalanx._src.compat import Variable
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.tracing.entry import Entry

@@ -16,8 +16,8 @@ import numpy as np
 
 from phalanx._src import compat
 from phalanx._src.collectives import packing, primitives
-from phalanx._src.collectives.accumulation import term
 from phalanx._src.collectives.cross_device import checked_options
+from phalanx._src.collectives.dtypes import term
 from phalanx._src.mesh.devices import device_name
 from phalanx._src.mesh.nowhere import NOWHERE
 from phalanx._src.mesh.values import ReplicaLocal, flatten

@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ports that the processes of a cluster open, where they listen, and who gets in. `phalanx doctor --ports` shows it.
+"""Describes the ports that the processes of a cluster open, where they listen, and who gets in, for `phalanx doctor --ports`.
+
+`hosts` decides where to listen, `listener` with `secret` who gets in, and `filters` which machines the kernel lets connect.
 
 tests/cluster/test_table_of_strangers.py and tests/cluster/parameter_server/test_separate_processes.py compare it with the ports of real processes.
 """

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches with a part of the rows of a dataset's batches, for an elastic group that has fewer processes than it could have."""
+"""Batches with a part of the rows of a dataset's batches, for an elastic group that has fewer processes than it could have. Not short batches."""
 
 import dataclasses
 from collections.abc import Callable

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from phalanx import ReduceOp
-from phalanx._src.collectives.accumulation import dtype_of, mean_of_parts, parts_of_mean, term
+from phalanx._src.collectives.dtypes import dtype_of, mean_of_parts, parts_of_mean, term
 
 INTEGERS = ["int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64"]
 WIDE = ["int64", "uint64", "float64", "complex128"]
