@@ -114,7 +114,7 @@ def _size_of(loss: jax.Array, replica: context.ReplicaContext | None) -> int:
 
 @explained()
 def scale_regularization_loss(regularization_loss: PyTree) -> jax.Array:
-    """Sums regularization losses and divides by the number of replicas, because every replica adds the same losses.
+    """Sums regularization losses and divides by the number of replicas with rows, because each of them adds the same losses.
 
     Call it in replica context.
 
@@ -143,8 +143,14 @@ def scale_regularization_loss(regularization_loss: PyTree) -> jax.Array:
             "call it in the replica function",
         )
     total = sum(primitives.as_array(x).sum() for x in jax.tree.leaves(regularization_loss))
-    # In a `train_step`, the losses are weighted by shares of the batch, which add up to 1.
-    return jnp.asarray(total) / (1 if context.current().averaging else replica.num_replicas_in_sync)
+    if (
+        context.current().averaging
+    ):  # In a `train_step`, the losses are weighted by shares of the batch, which add up to 1.
+        return jnp.asarray(total)
+    # What a replica without rows adds does not count.
+    return jnp.asarray(total) / (
+        replica.num_replicas_in_sync if replica.rows is None else max(1, replica.rows.num_replicas)
+    )
 
 
 def _own_part() -> jax.Array | int:

@@ -156,3 +156,18 @@ def test_scale_regularization_loss(strategy, loss, expected):
     """The sum divided by the number of replicas; nothing is zero."""
     result = strategy.run(lambda: scale_regularization_loss(loss))
     assert float(strategy.experimental_local_results(result)[0]) == expected
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_regularization_on_replicas_without_rows(strategy, count):
+    """Such a replica adds nothing, so the others add all: the loss and its gradient are those of one device."""
+
+    def step(x):
+        loss_of = lambda w: compute_average_loss(w * x) + scale_regularization_loss(w * w)  # noqa: E731
+        loss, gradient = jax.value_and_grad(loss_of)(3.0)
+        return loss, phalanx.get_replica_context().all_reduce("SUM", gradient)
+
+    (batch,) = strategy.experimental_distribute_dataset([np.full(count, 5.0, "float32")])
+    losses, gradients = strategy.run(step, args=(batch,))
+    assert float(strategy.reduce("SUM", losses, axis=None)) == pytest.approx(3 * 5 + 9)
+    assert float(strategy.experimental_local_results(gradients)[0]) == pytest.approx(5 + 2 * 3)
