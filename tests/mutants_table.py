@@ -749,6 +749,20 @@ FAULTS = [
         "contract/test_every_loss_and_metric.py",
     ),
     Fault(
+        "variables that a loss changes are averaged, whatever it assigns",
+        "row_flow:_kind",
+        "if not {*assigned} <= {CONSTANT, MEAN, _SHIFTED_MEAN}:",
+        "if False:",
+        "contract/test_every_loss_and_metric.py",
+    ),
+    Fault(
+        "a replica without rows counts in what regularization losses are divided by",
+        "nn:scale_regularization_loss",
+        "max(1, replica.rows.num_replicas)",
+        "replica.num_replicas_in_sync",
+        "unit/test_nn.py",
+    ),
+    Fault(
         "a ratio is taken of the rows of one replica",
         "batch_functions:needs_all_rows",
         "return kind_of(fn, *args, sizes=sizes) not in (expected, CONSTANT)",

@@ -369,6 +369,65 @@ def test_losses_that_a_model_computes(name):
     np.testing.assert_allclose(*results, rtol=1e-5, atol=1e-6)
 
 
+def fit_like_one_device(make, y):
+    """Fits a model that computes its loss itself, on three replicas and in plain Keras."""
+    x, results = np.random.default_rng(0).normal(size=(len(y), 4)).astype("float32"), []
+    for scope in (phalanx.MirroredStrategy([f"cpu:{i}" for i in range(3)]).scope, contextlib.nullcontext):
+        keras.utils.set_random_seed(0)
+        with scope():
+            model = make()
+            model.compile(keras.optimizers.SGD(0.1))
+        history = model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0).history
+        results.append(np.concatenate([np.ravel(each) for each in (*history.values(), *model.get_weights())]))
+    np.testing.assert_allclose(*results, rtol=1e-4, atol=1e-6)
+
+
+class Assigning(keras.Model):
+    """Its loss changes a variable: it adds to a queue, counts classes, moves centers or keeps a maximum."""
+
+    def __init__(self, shape, loss):
+        super().__init__()
+        self.dense, self.loss_of = keras.layers.Dense(3), loss
+        self.state = self.add_weight(shape=shape, initializer="ones", trainable=False)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        each, state = self.loss_of(self.state.value, y, y_pred)
+        self.state.assign(keras.ops.stop_gradient(state))
+        return keras.ops.mean(each)
+
+
+def against_queue(queue, y, p):
+    return keras.ops.logsumexp(p @ keras.ops.transpose(queue), axis=1), keras.ops.concatenate([p, queue])[:16]
+
+
+def by_counts(counts, y, p):
+    each = keras.losses.sparse_categorical_crossentropy(y, p, from_logits=True)
+    return keras.ops.take(1 / counts, y) * each, counts + keras.ops.sum(keras.ops.one_hot(y, 3), axis=0)
+
+
+def to_centers(centers, y, p):
+    classes, apart = keras.ops.one_hot(y, 3), p - keras.ops.take(centers, y, axis=0)
+    moves = keras.ops.transpose(classes) @ apart / (1 + keras.ops.sum(classes, axis=0))[:, None]
+    return keras.ops.sum(keras.ops.square(apart), axis=1), centers + 0.5 * moves
+
+
+def by_maximum(largest, y, p):
+    return keras.ops.sum(p, axis=1) / largest, keras.ops.maximum(largest, keras.ops.max(p))
+
+
+ASSIGNING = {"queue": ((16, 3), against_queue), "counts": ((3,), by_counts), "centers": ((3, 3), to_centers)}
+ASSIGNING["maximum"] = (), by_maximum
+
+
+@pytest.mark.parametrize("name", ASSIGNING)
+def test_variables_that_a_loss_changes(name):
+    """They have the values of one device, and so has what later batches compute from them."""
+    fit_like_one_device(lambda: Assigning(*ASSIGNING[name]), np.arange(19) * 7 % 3)
+
+
 def assert_like_one_device(layers, x, y, batch_size, **compiled):
     """Fits and evaluates on three replicas and in plain Keras."""
     results = []

@@ -198,6 +198,36 @@ def test_functions_that_mix_rows(case):
     assert kind_of(*MIXED[case]) not in (ROWS, MEAN, CONSTANT)
 
 
+ASSIGNED = {
+    "moving mean": (lambda v, y, p: v * 0.9 + 0.1 * ops.mean(errors(y, p)), True),
+    "calls": (lambda v, y, p: v + 1, True),
+    "maximum": (lambda v, y, p: ops.maximum(v, ops.max(p)), False),
+    "rows": (lambda v, y, p: v + y.shape[0], False),
+    "sum": (lambda v, y, p: v + ops.sum(p), False),
+    "first row": (lambda v, y, p: p[0, 0], False),
+}
+
+
+@pytest.mark.parametrize("case", ASSIGNED)
+def test_variables_that_a_function_assigns(case):
+    """Replicas average a variable without an aggregation. One with an aggregation is combined by it."""
+    value, is_mean = ASSIGNED[case]
+
+    def kind_with(aggregation):
+        variable = keras.Variable(1.0, trainable=False, aggregation=aggregation)
+
+        def assigning(y, p):
+            variable.assign(value(variable, y, p))
+            return errors(y, p)
+
+        kind = kind_of(assigning, Y, P)
+        assert float(variable) == 1.0
+        return kind
+
+    assert kind_with("sum") == ROWS
+    assert kind_with("none") == ROWS if is_mean else kind_with("none").name == "mixed"
+
+
 BY_NUMBER = {
     "half of the number": lambda y, p: ops.sum(errors(y, p)) / (y.shape[0] // 2),
     "at least four": lambda y, p: ops.sum(errors(y, p)) / max(y.shape[0], 4),

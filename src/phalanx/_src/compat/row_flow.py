@@ -98,6 +98,8 @@ _ALIKE = _REDUCTIONS - {"reduce_prod", "reduce_sum", "reduce_xor"}
 def kind_of(fn: Callable[..., Any], *args: PyTree, sizes: Sequence[int] = SOME) -> Flow:
     """Returns how the result of a function depends on the rows of its arguments, whose dim 0 they are. `MEAN` also with a constant added.
 
+    Rows are mixed, too, if a variable without an aggregation gets another value than a mean over rows, as the replicas average it.
+
     Args:
       fn: the function. What it assigns is forgotten.
       *args: pytrees of arrays (rows, ...).
@@ -113,7 +115,9 @@ def _kind(fn: Callable[..., Any], args: PyTree, rows: int, traced: Callable[[int
     try:
         few, many = traced(rows), traced(2 * rows)
         kinds = [ROWS if v.aval.shape else CONSTANT for v in few.jaxpr.invars]
-        (kind,) = _followed(few, many, kinds, rows)
+        kind, *assigned = _followed(few, many, kinds, rows)
+        if not {*assigned} <= {CONSTANT, MEAN, _SHIFTED_MEAN}:
+            return _MIXED
         if kind == ROWS and _dim(_shape(few.jaxpr.outvars[0]), _shape(many.jaxpr.outvars[0]), rows) != 0:
             return _MIXED
         if _has_own_gradient(few.jaxpr) and not _is_gradient_of_rows(fn, args, rows):
@@ -186,15 +190,30 @@ def _is_gradient_of_rows(fn: Callable[..., Any], args: PyTree, rows: int) -> boo
     return all(kind in (ROWS, CONSTANT) for kind in _followed(few, many, kinds, rows))
 
 
+class _Assignments(keras.StatelessScope):
+    """Remembers the values that variables without an aggregation get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values: dict[int, jax.Array] = {}
+
+    def add_update(self, update: tuple[keras.Variable, jax.Array]) -> None:
+        super().add_update(update)
+        if update[0].aggregation == "none":
+            self.values[id(update[0])] = update[1]
+
+
 def _traced(
     fn: Callable[..., Any], args: PyTree, rows: int, state: Sequence[jax.Array] | None = None
 ) -> jex.ClosedJaxpr:
+    """Returns the trace of a function, whose results are followed by the values that it assigns."""
+
     def sized(x: ArrayLike) -> jax.ShapeDtypeStruct:
         return shape_dtype((rows, *jnp.shape(x)[1:]) if jnp.ndim(x) else (), jnp.result_type(x))
 
     first = () if state is None else ([shape_dtype(x.shape, x.dtype) for x in state],)
-    with keras.StatelessScope():
-        return jax.make_jaxpr(fn)(*first, *jax.tree.map(sized, args))
+    with _Assignments() as scope:
+        return jax.make_jaxpr(lambda *args: (fn(*args), [*scope.values.values()]))(*first, *jax.tree.map(sized, args))
 
 
 def _followed(
