@@ -428,6 +428,26 @@ def test_variables_that_a_loss_changes(name):
     fit_like_one_device(lambda: Assigning(*ASSIGNING[name]), np.arange(19) * 7 % 3)
 
 
+class Autoencoder(keras.Model):
+    """Keeps what its encoder returns, and its loss compares that with the labels row by row."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder, self.decoder, self.code = keras.layers.Dense(2), keras.layers.Dense(2), None
+
+    def call(self, x):
+        self.code = self.encoder(x)
+        return self.decoder(self.code)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return keras.ops.mean(keras.ops.sum(square_of(y, y_pred) + keras.ops.square(self.code), axis=1))
+
+
+def test_rows_that_a_loss_takes_from_the_model():
+    """A replica has its own rows of them only, so the loss gets no rows of the others."""
+    fit_like_one_device(Autoencoder, np.sin(np.arange(38.0).reshape(19, 2)))
+
+
 def assert_like_one_device(layers, x, y, batch_size, **compiled):
     """Fits and evaluates on three replicas and in plain Keras."""
     results = []

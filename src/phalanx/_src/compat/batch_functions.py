@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import keras
 from keras.src import backend
 
-from phalanx._src.compat.row_flow import CONSTANT, MEAN, ROWS, SOME, kind_of
+from phalanx._src.compat.row_flow import CONSTANT, MEAN, ROWS, SOME, kind_of, sized
 from phalanx._src.compat.scope import surrounding_scope
-from phalanx._src.typed_jax import shape_dtype
 from phalanx.typing import PyTree
 
 
@@ -38,7 +37,7 @@ def needs_all_rows(fn: Callable[..., Any], *args: PyTree, source: object, weight
         return source in _OF_OTHER_ROWS or _is_of_others(fn, args, shape)
     expected, scope = MEAN if is_number else ROWS, surrounding_scope()
     sizes = SOME if scope is None else scope.share.sizes(args)
-    return kind_of(fn, *args, sizes=sizes) not in (expected, CONSTANT)
+    return kind_of(fn, *args, sizes=sizes) not in (expected, CONSTANT) and _takes(fn, args, max(sizes))
 
 
 def with_all_rows(fn: Callable[..., jax.Array], *args: PyTree, source: object) -> jax.Array:
@@ -75,8 +74,16 @@ def shape_of(fn: Callable[..., Any], *args: PyTree) -> tuple[int, ...]:
 
 def _is_of_others(fn: Callable[..., Any], args: PyTree, shape: tuple[int, ...]) -> bool:
     """Whether values are not per row: per column with `axis=0`, or per pair where a function takes labels (rows, 1) for (rows,)."""
-    more = jax.tree.map(lambda x: shape_dtype((shape[0] + 1, *jnp.shape(x)[1:]), jnp.result_type(x)), args)
-    return shape_of(fn, *more) != (shape[0] + 1, *shape[1:])
+    return shape_of(fn, *sized(args, shape[0] + 1)) != (shape[0] + 1, *shape[1:])
+
+
+def _takes(fn: Callable[..., Any], args: PyTree, rows: int) -> bool:
+    """Whether a function takes another number of rows. It does not if it joins them with rows of its own, as `call` keeps in attributes."""
+    try:
+        shape_of(fn, *sized(args, rows))
+    except Exception:
+        return False
+    return True
 
 
 _OF_OTHER_ROWS = (keras.losses.circle,)

@@ -190,6 +190,15 @@ def _is_gradient_of_rows(fn: Callable[..., Any], args: PyTree, rows: int) -> boo
     return all(kind in (ROWS, CONSTANT) for kind in _followed(few, many, kinds, rows))
 
 
+def sized(args: PyTree, rows: int) -> PyTree:
+    """Returns the shapes of arrays with another number of rows."""
+
+    def of(x: ArrayLike) -> jax.ShapeDtypeStruct:
+        return shape_dtype((rows, *jnp.shape(x)[1:]) if jnp.ndim(x) else (), jnp.result_type(x))
+
+    return jax.tree.map(of, args)
+
+
 class _Assignments(keras.StatelessScope):
     """Remembers the values that variables without an aggregation get."""
 
@@ -207,13 +216,9 @@ def _traced(
     fn: Callable[..., Any], args: PyTree, rows: int, state: Sequence[jax.Array] | None = None
 ) -> jex.ClosedJaxpr:
     """Returns the trace of a function, whose results are followed by the values that it assigns."""
-
-    def sized(x: ArrayLike) -> jax.ShapeDtypeStruct:
-        return shape_dtype((rows, *jnp.shape(x)[1:]) if jnp.ndim(x) else (), jnp.result_type(x))
-
     first = () if state is None else ([shape_dtype(x.shape, x.dtype) for x in state],)
     with _Assignments() as scope:
-        return jax.make_jaxpr(lambda *args: (fn(*args), [*scope.values.values()]))(*first, *jax.tree.map(sized, args))
+        return jax.make_jaxpr(lambda *args: (fn(*args), [*scope.values.values()]))(*first, *sized(args, rows))
 
 
 def _followed(
