@@ -444,8 +444,9 @@ class Autoencoder(keras.Model):
 
 
 def test_rows_that_a_loss_takes_from_the_model():
-    """A replica has its own rows of them only, so the loss gets no rows of the others."""
-    fit_like_one_device(Autoencoder, np.sin(np.arange(38.0).reshape(19, 2)))
+    """A replica has its own rows of them only, so the loss gets no rows of the others, and a warning says so."""
+    with pytest.warns(phalanx.errors.SlipWarning, match="Autoencoder takes no other number of rows"):
+        fit_like_one_device(Autoencoder, np.sin(np.arange(38.0).reshape(19, 2)))
 
 
 def assert_like_one_device(layers, x, y, batch_size, **compiled):

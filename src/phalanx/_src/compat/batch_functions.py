@@ -11,6 +11,7 @@ from keras.src import backend
 
 from phalanx._src.compat.row_flow import CONSTANT, MEAN, ROWS, SOME, kind_of, sized
 from phalanx._src.compat.scope import surrounding_scope
+from phalanx.errors import warn_of_slip
 from phalanx.typing import PyTree
 
 
@@ -37,7 +38,16 @@ def needs_all_rows(fn: Callable[..., Any], *args: PyTree, source: object, weight
         return source in _OF_OTHER_ROWS or _is_of_others(fn, args, shape)
     expected, scope = MEAN if is_number else ROWS, surrounding_scope()
     sizes = SOME if scope is None else scope.share.sizes(args)
-    return kind_of(fn, *args, sizes=sizes) not in (expected, CONSTANT) and _takes(fn, args, max(sizes))
+    if kind_of(fn, *args, sizes=sizes) in (expected, CONSTANT):
+        return False
+    if not _takes(fn, args, max(sizes)):
+        warn_of_slip(
+            f"{getattr(source, '__name__', 'A loss or metric')} takes no other number of rows than those of a replica, as if it used rows that the "
+            "model has kept, such as self.code. Each replica computes it from its own rows, which is right for a mean only.",
+            "an output of the model instead of an attribute, or mean(...) over the rows",
+        )
+        return False
+    return True
 
 
 def with_all_rows(fn: Callable[..., jax.Array], *args: PyTree, source: object) -> jax.Array:
