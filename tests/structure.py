@@ -190,7 +190,7 @@ LIMITS: dict[Callable[[Sources], list[str]], tuple[int, int]] = {
     pronouns: (1, 40),
     attributes_on_objects_of_keras: (0, 0),
     clone_pairs: (1, 20),
-    lines_with_any: (298, 300),
+    lines_with_any: (295, 300),
     missing_comments: (0, 0),
     all_lines: (73_487, 55_500),
 }

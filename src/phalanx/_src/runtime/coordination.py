@@ -94,7 +94,7 @@ def connect(address: str, rank: int, size: int, timeout_s: float) -> set[int]:
         use_compression=True,
     )
     client.connect()
-    state: Any = distributed_state
+    state = distributed_state
     state.client, state.process_id, state.num_processes, state.coordinator_address = client, rank, size, address
     ports = find_devices()
     client.key_value_set(f"phalanx/ports/{rank}", json.dumps(sorted(ports)))
@@ -207,7 +207,7 @@ def share(data: bytes | None) -> bytes:
     Raises:
       RuntimeError: the group has lost a process.
     """
-    client: Any = distributed_state.client
+    client = distributed_state.client
     if data is not None:
         client.key_value_set_bytes("phalanx/shared", data)
     shared: bytes = client.blocking_key_value_get_bytes("phalanx/shared", 1000 * _SHARE_S)
@@ -215,7 +215,7 @@ def share(data: bytes | None) -> bytes:
 
 
 def _end_client() -> None:
-    client: Any = distributed_state.client
+    client = distributed_state.client
     if client is not None:
         # The service reports missing processes here, or the connection has already ended.
         with contextlib.suppress(RuntimeError):
@@ -224,7 +224,7 @@ def _end_client() -> None:
 
 def disconnect() -> None:
     """Leaves the group, whose other processes may have died. The devices stay usable until `drop_devices`."""
-    state: Any = distributed_state
+    state = distributed_state
     _end_client()
     _group.is_broken = False
     state.client, state.process_id, state.num_processes = None, 0, 1
