@@ -78,7 +78,7 @@ class OldNaming(Naming):
         )
         for i, (variable, name) in enumerate(zip(variables, names, strict=True)):
             index = indices.get(name, i if in_place else None)
-            # "none" is no position, so the file has no such name, and the slot is not restored.
+            # "none" is not a position, so the file has no such name, and the slot is not restored.
             yield under(place, f"variables/{'none' if index is None else index}"), variable
             del slots[id(variable)]
         # The slots that remain are kept next to the optimizer (`compat.beside`), and are not among its `variables`.

@@ -135,7 +135,7 @@ class DistributedDataset:
 
     @functools.cached_property
     def order(self) -> Order:
-        """What decides the order of the user's dataset."""
+        """The state that decides the order of the user's dataset."""
         return Order(self._origin)
 
     def begin_epoch(self) -> None:

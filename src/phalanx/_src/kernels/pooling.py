@@ -30,7 +30,7 @@ def _max_pool_jvp(
 ) -> tuple[jax.Array, jax.Array]:
     (x,), (dx,) = primals, tangents
     largest = max_pool(x, windows)
-    # NaN equals nothing, so that padding is no largest element of a window of -inf either.
+    # NaN equals nothing, so padding is not the largest element of a window of -inf either.
     places = windows.places(x, jnp.nan if any(map(any, windows.padding)) else 0)
     first = jnp.full(largest.shape, len(places) - 1, jnp.uint8 if len(places) <= 256 else jnp.uint32)
     # Backwards, so that the first of several equal elements is written last.

@@ -136,7 +136,7 @@ class Strategy(AbstractInputs, AbstractResults):
         value, parts = compat.raw_value(variable), components_of(variable)
         # Each replica has its own value, whose first dim in the array of all is the replica.
         array, first = (value, 0) if parts is None else (parts, 1)
-        # There is no array yet if the scope in which the variable was created is still open.
+        # The array does not exist yet if the scope in which the variable was created is still open.
         shards = array.addressable_shards if isinstance(array, jax.Array) else []
         return [
             Held(device_name(s.device), s.index[first:], s.data.nbytes)

@@ -197,7 +197,7 @@ class AbstractResults(AbstractStrategy):
         if n == 1 or not policy_of(value).on_read or (scope is not None and scope.mapped):
             return value.value
         parts = components_of(value) if scope is None else scope.components(value, n)
-        # There are no parts before the first program, and after an assignment outside of programs.
+        # The parts do not exist before the first program, and after an assignment outside of programs.
         return PerReplica(initial_components(value, value.value, n) if parts is None else parts)
 
 

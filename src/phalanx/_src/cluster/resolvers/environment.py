@@ -40,7 +40,7 @@ def resolver_of_environment(environ: Mapping[str, str] | None = None) -> Cluster
     # Even if it is empty: parsing names that mistake, and the next system in the list would hide it.
     if "TF_CONFIG" in variables or RENDEZVOUS in variables:
         return TFConfigClusterResolver(environ=environ)
-    # The script of sbatch has SLURM_PROCID too, but is no task. Only srun sets the variables of a step.
+    # The script of sbatch has SLURM_PROCID too, but is not a task. Only srun sets the variables of a step.
     if all(variables.get(name) for name in _SLURM_STEP):
         return SlurmClusterResolver(port_base=port_of_step(variables), environ=environ)
     # Not by what Kubernetes sets: the pods of an indexed Job may have nothing to do with each other.

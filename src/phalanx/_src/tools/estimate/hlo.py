@@ -182,7 +182,7 @@ def _collective(op: _Operation, times: int, devices: tuple[int, ...]) -> Collect
         # The result is one shard, and the bytes are those of the whole array.
         size *= len(group)
     elif kind != "all-reduce" and is_started:
-        # The operands are in the result of these starts too, and are no larger than what they become.
+        # The operands are in the result of these starts too, and are at most as large as what they become.
         size = _largest(op.shape)
     return Collective(kind, _dtype(op.shape), times * size, group, is_async=is_async)
 

@@ -96,7 +96,7 @@ class _Search(cst.CSTVisitor):
     @override
     def visit_Call(self, node: cst.Call) -> bool:
         path = self._path(node.func)
-        # Most names of tf.keras and tf.data make layers, models and datasets, which are no tensors.
+        # Most names of tf.keras and tf.data make layers, models and datasets, which are not tensors.
         self.has_result |= bool(path) and path not in _STATIC and not path.startswith(("tf.keras", "tf.data"))
         return dotted(node.func) not in _OF_PYTHON and path not in _STATIC
 

@@ -180,7 +180,7 @@ class UsedNames:
     def _bind(self, statement: cst.CSTNode, local: str, path: str) -> Binding:
         rows = self._table.rows(path)
         target = rows[0].target if rows and rows[0].kind == "name" else ""
-        # `jnp` and `np` are no modules, so that `from jnp import sin` would fail.
+        # `jnp` and `np` are not modules, so `from jnp import sin` would fail.
         is_moved = target.rpartition(".")[2] == path.rpartition(".")[2] and not target.startswith(("jnp.", "np."))
         binding = Binding(local, path, target if is_moved else "", statement)
         return self.bindings.setdefault((id(statement), local), binding)

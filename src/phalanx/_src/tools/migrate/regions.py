@@ -98,7 +98,7 @@ class Regions(cst.CSTVisitor):
             self._of_programs += values[:1]
         elif not path and isinstance(node.func, cst.Attribute) and values:
             method = node.func.attr.value
-            # The class of the object is unknown, so the name of the method decides. `jax.tree.map` is no method.
+            # The class of the object is unknown, so the name of the method decides. `jax.tree.map` is not a method.
             if method in _OF_DATASETS and not self._is_of_module(node.func):
                 self._of_data += values
             elif method in _COMPILED_BY:

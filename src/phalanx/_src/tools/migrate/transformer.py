@@ -249,7 +249,7 @@ class Transformer(cst.CSTTransformer):
     ) -> cst.BaseExpression:
         path, row = reference.path, rows[0]
         rest = path.removeprefix(row.name)
-        # A `drop` comes here if something uses its result. It is no statement then and cannot be removed.
+        # A `drop` comes here if something uses its result. It is then not a statement and cannot be removed.
         if row.kind == "drop" or {row.kind for row in rows} == {"none"}:
             raise LookError(row.note)
         if id(original) in self._flow.loops:
