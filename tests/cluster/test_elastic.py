@@ -577,10 +577,11 @@ def step(batch):
     strategy.run(lambda rows: total.assign_add(each * keras.ops.sum(rows)), args=(batch,))
     return total.value
 dataset = strategy.experimental_distribute_dataset(np.ones(160, "float32"), batch_size=4)
-for number, _ in enumerate(phalanx.elastic.steps(step, dataset, epochs=4), 1):
-    if number == 20:
+for value in phalanx.elastic.steps(step, dataset, epochs=4):
+    if value == 4.0 * 20:
         each.assign(2.0)
-    pace()
+    if value > 4.0 * 20:
+        pace()
 print("total", float(total.value), flush=True)
 """
 
