@@ -117,14 +117,14 @@ jax.devices()
 
 
 SHARED = {
-    "tests/cluster/parameter_server/": "ray",
-    "tests/cluster/test_multi_worker.py": "workers",
-    "tests/cluster/test_input_of_workers.py": "workers",
-    "tests/cluster/test_different_programs.py": "workers",
-    "tests/cluster/test_sharded_variables.py": "workers",
-    "tests/cluster/test_random_trainings.py": "workers",
-    "tests/contract/test_law_bad_values.py": "bad values",
-    "tests/contract/test_law_hints.py": "bad values",
+    "tests/cluster/parameter_server/": "tests/cluster/, one Ray",
+    "tests/cluster/test_multi_worker.py": "tests/cluster/, two workers",
+    "tests/cluster/test_input_of_workers.py": "tests/cluster/, two workers",
+    "tests/cluster/test_different_programs.py": "tests/cluster/, two workers",
+    "tests/cluster/test_sharded_variables.py": "tests/cluster/, two workers",
+    "tests/cluster/test_random_trainings.py": "tests/cluster/, two workers",
+    "tests/contract/test_law_bad_values.py": "tests/contract/, bad values",
+    "tests/contract/test_law_hints.py": "tests/contract/, bad values",
 }
 """The files whose tests share processes for the whole session, or calls, and so run in one process of pytest."""
 
@@ -142,9 +142,11 @@ WAITING = (
     "src/phalanx/_src/parameter_server/",
     "src/phalanx/_src/strategies/parameter_server.py",
 )
-COMPUTING = ("tests/contract/", "tests/sources/", "tests/estimator/", "tests/unit/tools/", "tests/unit/tracing/")
-"""Files that wait for processes, and files that keep a core busy, take turns, and begin first: all cores are busy to the end, when
-the many short examples of the sources are left."""
+"""Files whose tests wait for processes."""
+
+_WAITING_SHARE = 0.7
+"""They are spread over this share of the files that keep a core busy, so that neither kind is left alone until the many short examples of
+the sources end the run."""
 
 
 EXAMPLES = ("ClusterCoordinator", "ParameterServerStrategy", "ShardedVariable")
@@ -166,30 +168,34 @@ def pytest_collection_modifyitems(config, items):
     if not ALL:
         config.hook.pytest_deselected(items=[item for item in items if not _is_covering(item)])
         items[:] = filter(_is_covering, items)
-    files = dict.fromkeys(map(_file_of, items))
-    turns = {
-        file: turn for kind in (WAITING, COMPUTING) for turn, file in enumerate(f for f in files if f.startswith(kind))
-    }
-    items.sort(key=lambda item: turns.get(_file_of(item), len(files)))
+    scopes = dict.fromkeys(
+        _scope_of(item.nodeid) for item in sorted(items, key=lambda item: item.nodeid.startswith("src/"))
+    )
+    waiting = [scope for scope in scopes if scope.startswith(WAITING)]
+    turns = {scope: turn for turn, scope in enumerate(scope for scope in scopes if not scope.startswith(WAITING))}
+    distance = _WAITING_SHARE * len(turns) / max(1, len(waiting))
+    turns |= {scope: turn * distance for turn, scope in enumerate(waiting)}
+    items.sort(key=lambda item: turns[_scope_of(item.nodeid)])
 
 
-def _file_of(item):
-    return item.nodeid.partition("::")[0]
+def _scope_of(nodeid):
+    """What runs in one process, in the order of the collection: a file, files that share processes, or an elastic group."""
+    file = nodeid.partition("::")[0]
+    if file == "tests/cluster/test_elastic.py":
+        return nodeid
+    if file in ALONE:
+        return file
+    return next((name for start, name in SHARED.items() if file.startswith(start)), file)
 
 
 if importlib.util.find_spec("xdist"):
     from xdist.scheduler import LoadScopeScheduling
 
     class Scheduling(LoadScopeScheduling):
-        """Tests of one file run in one process, in the order of the collection. An elastic group shares nothing with another."""
+        """Distributes the scopes of `_scope_of`."""
 
         def _split_scope(self, nodeid):
-            file = nodeid.partition("::")[0]
-            if file == "tests/cluster/test_elastic.py":
-                return nodeid
-            if file in ALONE:
-                return file
-            return next((name for start, name in SHARED.items() if file.startswith(start)), file)
+            return _scope_of(nodeid)
 
     @pytest.hookimpl(optionalhook=True)  # xdist may be installed and switched off.
     def pytest_xdist_make_scheduler(config, log):
