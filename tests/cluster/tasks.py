@@ -84,6 +84,14 @@ def train_drawn(strategy: phalanx.Strategy, way: str, drawn: dict[str, Any]) -> 
     return getattr(drawn_trainings, way)(strategy, drawn)
 
 
+def rows_handed_over(strategy: phalanx.Strategy, case: dict[str, Any]) -> list[list[int]]:
+    """Reads batches in memory that is written again; returns the numbers of the rows of each step that this worker sees."""
+    import handed_over  # And hypothesis.
+
+    keras.utils.set_random_seed(0)
+    return handed_over.rows_seen(strategy, **case)
+
+
 def evaluate(strategy: phalanx.Strategy, **kwargs: Any) -> dict[str, Any]:
     """Evaluates a dataset; returns the result, the rows of each step and local replica, the files and what was logged."""
     opened, steps = Opened(), []

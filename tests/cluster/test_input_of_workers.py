@@ -1,10 +1,14 @@
 """Datasets in several processes: every row exactly once, the same number of steps, and positions that move."""
 
 import evaluation
+import hypothesis
 import pytest
 import tasks
 from evaluation import ROWS
+from handed_over import cases
+from hypothesis import strategies as st
 from tasks import BATCH
+from tests.draws import draws
 
 import phalanx
 
@@ -257,3 +261,20 @@ def test_workers_with_other_rows_are_named(two):
             "InputError: fit, evaluate or predict on 2 workers: the first batch of rank 1 is not that of rank 0, so"
         )
         assert "\nHINT: the same data, in the same order, on all workers; get_state() and set_state(state)" in text
+
+
+@draws(5, 300)
+@hypothesis.given(cases(), st.integers(1, 2))
+def test_rows_are_those_that_were_handed_over(cluster_of, case, devices):
+    """The law of tests/contract, in two processes: what both see of a step are the rows of that step."""
+    if case["kind"] == "function":
+        case["sizes"] = case["sizes"][:1] * (len(case["sizes"]) * devices)
+    replies = cluster_of(2, devices).call("rows_handed_over", case=case)
+    assert all(isinstance(reply, list) for reply in replies), replies
+    rows = list(range(sum(case["sizes"])))
+    if case["kind"] == "function":  # Each worker has the data of its own function.
+        assert [flat_in_order(reply) for reply in replies] == [rows, rows]
+    elif "shuffled" in case["kind"]:
+        assert flat(replies) == rows
+    else:
+        assert flat_in_order([list(step) for step in zip(*replies, strict=True)]) == rows
