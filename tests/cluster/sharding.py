@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import keras
 import numpy as np
+import stores  # noqa: F401  (registers the store of `store://`)
 from training import make_model
 
 import phalanx

@@ -102,3 +102,12 @@ def test_different_first_values_of_one_shard(cluster_of):
     )
     for reply in cluster_of(2, 2).call("first_values_differ"):
         assert re.match(found, reply)
+
+
+def test_shards_in_a_store(cluster_of, tmp_path):
+    """Each process copies its pieces there, and reads those that it needs."""
+    path = f"store://{tmp_path}/run/ckpt"
+    losses = cluster_of(2, 1).call("save_shards", path=path)
+    assert isinstance(losses[0], list), losses[0]
+    np.testing.assert_allclose(cluster_of(2, 1).call("load_shards", path=f"{path}-1"), losses, rtol=1e-5)
+    assert len(list((tmp_path / "run" / "ckpt-1.shards").iterdir())) == 2

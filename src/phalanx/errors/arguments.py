@@ -129,6 +129,21 @@ def function(name: str, value: T, hint: str) -> T:
     return value
 
 
+def local_path(name: str, value: object, hint: str | None = None) -> str:
+    """Returns a path of this machine's file system as a string.
+
+    Raises:
+      InvalidArgumentError: `value` is not a path, or one of a store, of which Python would make a folder such as `gs:` here.
+    """
+    text = path(name, value, hint)
+    if "://" in text:
+        problem = (
+            "is a folder of a store, but must be one of a file system. Checkpoint and CheckpointManager take both."
+        )
+        raise InvalidArgumentError(f"{name}={shown(value)}", problem, hint or f'{name}="folder/name"')
+    return text
+
+
 def path(name: str, value: object, hint: str | None = None) -> str:
     """Returns a path as a string.
 

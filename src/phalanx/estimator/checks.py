@@ -44,7 +44,7 @@ def model_dir_of(model_dir: object, config: RunConfig) -> str:
       InvalidArgumentError: the config names a different folder, or the processes of a cluster have no folder.
     """
     if model_dir is not None:
-        path = arguments.path("model_dir", model_dir)
+        path = arguments.local_path("model_dir", model_dir)
         # Both may be given if they agree, as in tf.estimator, where scripts pass the flag to both.
         if config.model_dir is not None and str(config.model_dir) != path:
             raise InvalidArgumentError(

@@ -112,7 +112,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         refuse_options("RunConfig", self, _REFUSED)
         if self.model_dir is not None:
-            object.__setattr__(self, "model_dir", arguments.path("model_dir", self.model_dir))
+            object.__setattr__(self, "model_dir", arguments.local_path("model_dir", self.model_dir))
             if not self.model_dir:
                 raise InvalidArgumentError("model_dir=''", "must be the name of a folder.", 'model_dir="model"')
         # 0 would be "never" for summaries and logs, but a training run without

@@ -308,7 +308,7 @@ class Estimator:
           CheckpointError: there is no checkpoint.
           InvalidArgumentError: an argument has the wrong type.
         """
-        base = arguments.path("export_dir_base", export_dir_base)
+        base = arguments.local_path("export_dir_base", export_dir_base)
         arguments.function("serving_input_receiver_fn", serving_input_receiver_fn, "a function without arguments")
         arguments.flag("as_text", as_text)
         if experimental_mode != ModeKeys.PREDICT:

@@ -76,7 +76,7 @@ class SidecarEvaluator:
         timeout_s: float | None = None,
     ) -> None:
         arguments.instance("model", model, keras.Model, "SidecarEvaluator(model, data, checkpoint_dir)")
-        arguments.path("checkpoint_dir", checkpoint_dir)
+        arguments.local_path("checkpoint_dir", checkpoint_dir)
         limits = {"steps": steps, "max_evaluations": max_evaluations, "stop_at_step": stop_at_step}
         for name, value in limits.items():
             if value is not None:

@@ -66,7 +66,7 @@ class TensorBoard(ScalarCallback):
         embeddings_metadata: str | Mapping[str, str] | None = None,
     ) -> None:
         super().__init__(update_freq, write_steps_per_second)
-        self._log_dir = arguments.path("log_dir", log_dir)
+        self._log_dir = arguments.local_path("log_dir", log_dir)
         summary.create_file_writer(self._log_dir)  # Raises if a library is missing.
         self._histogram_freq = arguments.integer("histogram_freq", histogram_freq, least=0)
         self._embeddings_freq = arguments.integer("embeddings_freq", embeddings_freq, least=0)

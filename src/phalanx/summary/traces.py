@@ -119,7 +119,7 @@ def trace_on(graph: bool = True, profiler: bool = False, profiler_outdir: str | 
     _require_eager("trace_on")
     arguments.flag("graph", graph)
     arguments.flag("profiler", profiler)
-    out_dir = None if profiler_outdir is None else arguments.path("profiler_outdir", profiler_outdir)
+    out_dir = None if profiler_outdir is None else arguments.local_path("profiler_outdir", profiler_outdir)
     if _traces:
         raise ContextError("summary.trace_on", "a trace is on.", "trace_export(name, step) or trace_off() before")
     folder = _profiling() if profiler else None
@@ -153,7 +153,7 @@ def trace_export(name: str, step: Step = None, profiler_outdir: str | os.PathLik
     if not _traces:
         raise ContextError("summary.trace_export", "no trace is on.", "trace_on() before the step")
     (trace,) = _traces
-    out_dir = trace.out_dir if profiler_outdir is None else arguments.path("profiler_outdir", profiler_outdir)
+    out_dir = trace.out_dir if profiler_outdir is None else arguments.local_path("profiler_outdir", profiler_outdir)
     if trace.profile is not None and out_dir is None:
         raise InvalidArgumentError(
             "profiler_outdir=None", "the trace has a profile, which needs a folder.", 'profiler_outdir="logs"'

@@ -122,7 +122,7 @@ class CSVTracker(Tracker):
     name = "csv"
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._path = arguments.path("path", path)
+        self._path = arguments.local_path("path", path)
         self._file: TextIO | None = None
 
     @override

@@ -281,7 +281,7 @@ def create_file_writer(
     """
     if not isinstance(filename_suffix, str):
         raise InvalidArgumentError(f"filename_suffix={shown(filename_suffix)}", "must be a str.", 'filename_suffix=""')
-    log_dir = arguments.path("logdir", logdir)
+    log_dir = arguments.local_path("logdir", logdir)
     max_queue = arguments.integer("max_queue", max_queue)
     flush_millis = arguments.integer("flush_millis", flush_millis)
     # Checked here, on the user's thread: the file itself is opened later.

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from phalanx._src.checkpoint import shards
+from phalanx._src.checkpoint.remote import is_remote
 from phalanx._src.checkpoint.store import sum_of_contents
 from phalanx.errors import CheckpointError, deferred
 from phalanx.errors.deferred import raise_deferred
@@ -35,6 +36,7 @@ def submit(write: Callable[[], None]) -> None:
 
 # Polls, because inotify(7) reports nothing that another machine writes to a network file system.
 _POLL_S, _SILENCE_S = 0.02, 10.0
+_REMOTE_POLL_S, _REMOTE_S = 0.5, 1800.0
 
 
 def expect(file: Path, write_first: Callable[[], None]) -> None:
@@ -53,7 +55,7 @@ def _arrive(file: Path) -> None:
     def has_ended() -> bool:
         # Python joins this thread when the main one has ended. The chief may have ended without its file, so no more waiting then.
         is_wanted = threading.current_thread() is _writing and threading.main_thread().is_alive()
-        return file.exists() or not is_wanted
+        return not is_wanted or file.exists()
 
     # If nothing grows, its process has ended, or writes where this one does not see it. Others tell of the former.
     _wait_while_written(has_ended, file.parent, f".{file.name}.*.part", _SILENCE_S)
@@ -71,14 +73,17 @@ def _wait_while_written(has_ended: Callable[[], bool], folder: Path, parts: str,
     Returns:
       Whether there is nothing more to wait for.
     """
-    size, since_s = -1, time.monotonic()
+    size, since_s, poll_s = -1, time.monotonic(), _POLL_S
+    if is_remote(folder):  # Nobody sees how much of a file has arrived there.
+        silence_s, poll_s = _REMOTE_S, _REMOTE_POLL_S
     while not has_ended():
-        written = sum(status.st_size for _, status in shards.with_status(folder.glob(parts)))
+        unfinished = () if is_remote(folder) else folder.glob(parts)
+        written = sum(status.st_size for _, status in shards.with_status(unfinished))
         if written != size:
             size, since_s = written, time.monotonic()
         elif time.monotonic() - since_s > silence_s:
             return False
-        time.sleep(_POLL_S)
+        time.sleep(poll_s)
     return True
 
 

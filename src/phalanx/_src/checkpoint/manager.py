@@ -24,6 +24,7 @@ from phalanx._src.checkpoint.checkpoint import (
     require_between_steps,
     writes_here,
 )
+from phalanx._src.checkpoint.remote import as_os_error, is_remote, path_from
 from phalanx._src.checkpoint.restoration import size_of
 from phalanx._src.checkpoint.store import SUFFIX, path_of, require_room
 from phalanx._src.runtime.notes import note
@@ -37,10 +38,18 @@ _HOUR_S = 3600.0
 def numbered(directory: str | os.PathLike[str], name: str | None = None) -> list[tuple[int, Path]]:
     """Returns the numbers and files of the checkpoints in a folder, by number."""
     checkpoints = []
+    folder = path_from(directory)
     try:
-        files = list(Path(directory).glob(f"*-*{SUFFIX}"))
-    except OSError:  # The name is too long.
-        files = []
+        with as_os_error():
+            files = list(folder.glob(f"*-*{SUFFIX}"))
+    except OSError as e:
+        if is_remote(folder):
+            raise CheckpointError(
+                f"the checkpoints in {folder}",
+                f"the folder cannot be read: {e}.",
+                "check its name, and the credentials of this machine",
+            ) from e
+        files = []  # The name is too long.
     for file in files:
         parts = _name_and_number(file)
         if parts is not None and name in (None, parts[0]):
@@ -226,7 +235,7 @@ class CheckpointManager:
         # Here, because the first save may come after hours. Slots that are not built yet are not counted.
         if writes_here():
             require_room(directory, size_of(checkpoint))
-        self._checkpoint, self._directory, self._name = checkpoint, Path(directory), checkpoint_name
+        self._checkpoint, self._directory, self._name = checkpoint, path_from(directory), checkpoint_name
         self._max_to_keep, self._keep_every_h = max_to_keep, keep_checkpoint_every_n_hours
         self._step_counter, self._interval, self._init_fn = step_counter, checkpoint_interval, init_fn
         # A variable, so that a process which joins an elastic group takes it over and saves after the same steps as the others.
@@ -314,7 +323,7 @@ class CheckpointManager:
     def _last_number(self) -> int:
         """Returns the number of the checkpoint that was last saved or restored, if it is one of this manager; else 0."""
         # All processes made the same calls, so they agree without looking into the folder, where a save may be under way.
-        path = Path(self._checkpoint._path or "")
+        path = path_from(self._checkpoint._path or "")
         parts = _name_and_number(path)
         return parts[1] if parts is not None and (path.parent, parts[0]) == (self._directory, self._name) else 0
 
@@ -354,7 +363,8 @@ class CheckpointManager:
         of_chief("")  # Nobody reads a file any more.
         for _, file in numbered(self._directory, self._name):
             shards.delete(file)
-        leave(self._directory)
+        if not is_remote(self._directory):
+            leave(self._directory)
         self._is_first = True
 
     def sync(self) -> None:
@@ -379,12 +389,13 @@ class CheckpointManager:
                 "first to be deleted.",
                 f"manager.restore_or_initialize() before the first save; or use another folder; or save({latest[0] + 1})",
             )
-        if self._is_first:
+        if self._is_first and not is_remote(self._directory):
             # First the lock: another program may still write the files that are deleted below.
             occupy(self._directory)
             for unfinished in self._directory.glob(f".{self._name}-*.part"):
                 with contextlib.suppress(OSError):
                     unfinished.unlink()
+        if self._is_first:
             # Pieces without a checkpoint: their save ended before the chief wrote its file.
             saved = {shards.folder_of(file) for _, file in numbered(self._directory, self._name)}
             for folder in set(self._directory.glob(f"{self._name}-*.shards")) - saved:

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from phalanx._src.checkpoint import text
+from phalanx._src.checkpoint.remote import FileStatus, as_os_error, is_remote, status_of
 from phalanx._src.cluster.untrusted import opened_folder
 from phalanx._src.programs.slots import parted
 
@@ -37,11 +38,11 @@ def file_of_rank(file: Path, rank: int) -> Path:
     return folder_of(file) / f"{rank:05d}{file.suffix}"
 
 
-def with_status(files: Iterable[Path]) -> Iterator[tuple[Path, os.stat_result]]:
+def with_status(files: Iterable[Path]) -> Iterator[tuple[Path, os.stat_result | FileStatus]]:
     """Yields each file with its status, but for those that another process has renamed or deleted since they were listed."""
     for file in files:
         try:
-            status = file.lstat()
+            status = status_of(file) if is_remote(file) else file.lstat()
         except FileNotFoundError:
             continue
         yield file, status
@@ -50,13 +51,18 @@ def with_status(files: Iterable[Path]) -> Iterator[tuple[Path, os.stat_result]]:
 def delete(file: Path) -> None:
     """Deletes a checkpoint; first what makes it one, so that its pieces are never missing."""
     # Files of other users in a folder such as /tmp, and folders, stay.
-    with contextlib.suppress(FileNotFoundError, IsADirectoryError, PermissionError):
+    with contextlib.suppress(FileNotFoundError, IsADirectoryError, PermissionError), as_os_error():
         file.unlink()
     delete_pieces(folder_of(file))
 
 
 def delete_pieces(folder: Path) -> None:
     """Deletes a folder with pieces. Other files in it stay."""
+    if is_remote(folder):
+        with contextlib.suppress(OSError), as_os_error():
+            for file in [file for file in folder.glob("*") if _PIECE.fullmatch(file.name)]:
+                file.unlink()
+        return
     # Other users may have put a link in its place, which would lead elsewhere.
     with contextlib.suppress(OSError), opened_folder(folder, below=folder.parent) as descriptor:
         for piece in filter(_PIECE.fullmatch, os.listdir(descriptor)):

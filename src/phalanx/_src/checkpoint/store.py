@@ -24,7 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from phalanx._src.checkpoint import shards, sums, text
+from phalanx._src.checkpoint import remote, shards, sums, text
+from phalanx._src.checkpoint.remote import as_os_error, is_remote, path_from, require_writable
 from phalanx._src.checkpoint.shards import Box, Division
 from phalanx._src.checkpoint.tensors import DTYPES, Tensors
 from phalanx._src.cluster.untrusted import SparseFileError, new_file, require_memory
@@ -44,7 +45,7 @@ _CODES = {name: code for code, name in DTYPES.items()}
 def file_of(path: str | os.PathLike[str]) -> Path:
     """Returns the file of a checkpoint, from its path with or without the suffix."""
     name = os.fspath(path)
-    return Path(name if name.endswith(SUFFIX) else name + SUFFIX)
+    return path_from(name if name.endswith(SUFFIX) else name + SUFFIX)
 
 
 def path_of(file: Path) -> str:
@@ -75,7 +76,8 @@ def write(file: Path, arrays: Mapping[str, np.ndarray], notes: Mapping[str, Any]
         hint = "arrays instead of lists and dicts of many numbers"
         raise CheckpointError(f"a checkpoint as {_short(file)}", f"it could not be restored: {e}.", hint) from e
     try:
-        with new_file(file, shards.user_folder(file)) as opened:
+        opening = remote.new_file(file) if is_remote(file) else new_file(file, shards.user_folder(file))
+        with opening as opened:
             _write_all(opened, header, arrays)
     except OSError as e:
         raise _refuse_write(file, e) from e
@@ -88,7 +90,8 @@ def refuse_existing(file: Path) -> None:
       CheckpointError: it would.
     """
     try:
-        exists = file.exists()
+        with as_os_error():
+            exists = file.exists()
     except OSError as e:
         raise _refuse_write(file, e) from e
     if exists:
@@ -109,8 +112,11 @@ def require_room(folder: str | os.PathLike[str], size: int = 0) -> None:
     Raises:
       CheckpointError: this user may not write there, or the disk has less room.
     """
-    path = Path(folder)
+    path = path_from(folder)
     try:
+        if is_remote(path):
+            require_writable(path)
+            return
         # Parents that are missing are made at the first save, so the nearest folder that exists decides.
         there = next(p for p in (path.absolute(), *path.absolute().parents) if p.exists())
         problem = None if there.is_dir() else errno.ENOTDIR
@@ -146,7 +152,7 @@ def _header(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> by
 
 def sum_of_contents(file: Path) -> str:
     """Returns the sum of what comes before the arrays in a file, with the sums of the arrays."""
-    with open(file, "rb") as opened:
+    with file.open("rb") as opened:
         return _sum_in(opened.read(8 + len(_BEFORE_SUM) + len(_NO_SUM)))
 
 
@@ -413,9 +419,10 @@ def _shortened(metadata: Mapping[str, str]) -> str:
 
 def _is_file(file: Path) -> bool:
     try:
-        return file.is_file()
-    except OSError:  # The name is too long.
-        return False
+        with as_os_error():
+            return file.is_file()
+    except OSError:  # The name is too long. Of a store, the attempt to read it says more.
+        return is_remote(file)
 
 
 _FOREIGN = {
@@ -429,12 +436,12 @@ _FOREIGN = {
 
 def _foreign(path: str) -> tuple[str, str] | None:
     """Returns the kind of file at a path that is not a checkpoint, and a hint. None if there is nothing."""
-    if _is_file(Path(f"{path}.index")):
+    if _is_file(path_from(f"{path}.index")):
         what, hint = (
             "the path belongs to a TensorFlow checkpoint",
             "tf.train.load_checkpoint({path!r}), and assign the arrays",
         )
-    elif _is_file(Path(path)):
+    elif _is_file(path_from(path)):
         what, hint = next(words for end, words in _FOREIGN.items() if path.endswith(end))
     else:
         return None
@@ -444,7 +451,7 @@ def _foreign(path: str) -> tuple[str, str] | None:
 def _nearest(file: Path) -> str:
     """Returns a hint about what to restore instead of a missing file."""
     path = path_of(file)
-    if next(_checkpoints(Path(path)), None) is not None:
+    if next(_checkpoints(path_from(path)), None) is not None:
         return f"it is a folder: phalanx.train.latest_checkpoint({path!r})"
     checkpoints = sorted(_checkpoints(file.parent))
     if not checkpoints:
@@ -464,5 +471,5 @@ def _newest_other(file: Path) -> str:
 
 def _checkpoints(folder: Path) -> Iterator[tuple[float, str]]:
     """Yields the times and paths of the checkpoints in a folder."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError), as_os_error():
         yield from ((s.st_mtime, path_of(f)) for f, s in shards.with_status(folder.glob(f"*{SUFFIX}")))

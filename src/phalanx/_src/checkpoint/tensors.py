@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads files of the safetensors format through one descriptor: the bytes that are checked are those that are read.
+"""Reads files of the safetensors format, on a disk through one descriptor: the bytes that are checked are those that are read.
 
 The library maps a file into memory, so that the process dies of SIGBUS if another one shortens the file.
 """
 
+import functools
 import math
 import os
 import weakref
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple, final
 import ml_dtypes  # noqa: F401  (NumPy knows the names of JAX's dtypes after this import.)
 import numpy as np
 
+from phalanx._src.checkpoint.remote import is_remote, read_into, status_of
 from phalanx._src.cluster.untrusted import open_data, parse_json
 
 DTYPES = {
@@ -88,11 +90,15 @@ class Tensors:
     """
 
     def __init__(self, file: Path) -> None:
-        opened = open_data(file)
-        # Open as long as this object: a manager may delete the file of an older checkpoint while it is read.
-        weakref.finalize(self, opened.close)
-        self._descriptor = opened.fileno()
-        size = os.fstat(self._descriptor).st_size
+        if is_remote(file):
+            self._read_into = functools.partial(read_into, file)
+            size = status_of(file).st_size
+        else:
+            opened = open_data(file)
+            # Open as long as this object: a manager may delete the file of an older checkpoint while it is read.
+            weakref.finalize(self, opened.close)
+            self._read_into = functools.partial(_from_descriptor, opened.fileno())
+            size = os.fstat(opened.fileno()).st_size
         length = int.from_bytes(self._read(np.empty(_LENGTH_BYTES, np.uint8), 0).tobytes(), "little")
         if length > size - _LENGTH_BYTES:
             raise ValueError("its list of contents ends after the file")
@@ -120,8 +126,12 @@ class Tensors:
         """Fills an array with bytes of the file."""
         rest = array.reshape(-1).view(np.uint8).data
         while rest:
-            count = os.preadv(self._descriptor, [rest], begin)  # Linux reads at most 2 GiB per call.
+            count = self._read_into(rest, begin)
             if not count:
                 raise EOFError("the file ends too early")
             rest, begin = rest[count:], begin + count
         return array
+
+
+def _from_descriptor(descriptor: int, memory: memoryview, begin: int) -> int:
+    return os.preadv(descriptor, [memory], begin)  # Linux reads at most 2 GiB per call.

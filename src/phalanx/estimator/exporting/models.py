@@ -45,7 +45,7 @@ def export_model(model: keras.Model, path: str | os.PathLike[str], features: PyT
     require_flatbuffers()
     hint = 'phalanx.estimator.export_model(model, "export/1", x[:1])'
     arguments.instance("model", model, keras.Model, hint)
-    folder = Path(arguments.path("path", path))
+    folder = Path(arguments.local_path("path", path))
     if os.path.lexists(folder):
         raise InvalidArgumentError(f"path={str(folder)!r}", "the folder exists already.", "the name of a new folder")
     raw = jax.tree.map(np.asarray, features)

@@ -173,7 +173,7 @@ def load_saved_model(path: str | os.PathLike[str]) -> SavedModel:
       >>> def predict(path, features):
       ...     return estimator.load_saved_model(path).predict(features)
     """
-    return SavedModel(arguments.path("path", path))
+    return SavedModel(arguments.local_path("path", path))
 
 
 def named(features: PyTree) -> dict[str, Any]:

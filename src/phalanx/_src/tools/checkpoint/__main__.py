@@ -19,8 +19,9 @@ import numpy as np
 from phalanx._src.checkpoint.checkpoint import Checkpoint
 from phalanx._src.checkpoint.manager import latest_checkpoint, numbered
 from phalanx._src.checkpoint.reader import CheckpointReader, load_checkpoint
+from phalanx._src.checkpoint.remote import is_remote, path_from
 from phalanx._src.checkpoint.restoration import Restoration
-from phalanx._src.checkpoint.shards import size_on_disk
+from phalanx._src.checkpoint.shards import size_on_disk, with_status
 from phalanx._src.checkpoint.status import CheckpointStatus
 from phalanx._src.checkpoint.store import CheckpointFile, export_arrays
 from phalanx._src.cluster.untrusted import new_file
@@ -40,16 +41,17 @@ def ls(folder: str) -> int:
     # Unlike the methods of `Path`, these functions accept a name that is too long.
     if os.path.isfile(folder):
         raise CheckpointError(call, "it is a file.", f"phalanx checkpoint show {folder}")
-    if not os.path.isdir(folder):
+    if not (os.path.isdir(folder) or is_remote(path_from(folder))):
         raise CheckpointError(call, "there is no such folder.", hint)
     rows = []
     checkpoints = numbered(folder)
     for _, file in checkpoints:
         try:
-            arrays = str(len(load_checkpoint(file).get_variable_to_shape_map()))
-            rows.append((str(file), _time(file.stat().st_mtime), _size(size_on_disk(file)), arrays))
+            arrays = str(len(load_checkpoint(str(file)).get_variable_to_shape_map()))
+            ((_, status),) = with_status([file])
+            rows.append((str(file), _time(status.st_mtime), _size(size_on_disk(file)), arrays))
         # A training run may delete its oldest checkpoints at any time.
-        except (CheckpointError, OSError):
+        except (CheckpointError, OSError, ValueError):
             rows.append((str(file), "", "", "cannot be read"))
     if not checkpoints:
         raise CheckpointError(call, "the folder contains no checkpoint.", hint)
