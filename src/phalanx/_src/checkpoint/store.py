@@ -322,7 +322,7 @@ class CheckpointFile:
         """Returns the file with the pieces of one process."""
         if rank not in self._files_of_ranks:
             path = shards.file_of_rank(self.file, rank)
-            pieces = CheckpointFile(path)
+            pieces = CheckpointFile(str(path))
             # The sums of all arrays are in the header, so its sum stands for the complete file.
             if _sum_in(pieces._tensors.header) != self.notes["files"].get(str(rank)):
                 raise self._refuse(f"{_short(path)} belongs to another checkpoint")
