@@ -5,6 +5,7 @@ import re
 import secrets
 import subprocess
 import sys
+import tempfile
 import time
 
 import psutil
@@ -49,9 +50,19 @@ class RayCluster:
         self.access = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         environment = {**os.environ, **self.access, "PYTHONPATH": os.pathsep.join(sys.path)}
         environment["RAY_USAGE_STATS_ENABLED"] = "0"
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self._process = subprocess.Popen([sys.executable, "-c", CLUSTER], env=environment, text=True, **pipes)
-        self.address = self._process.stdout.readline().strip()
+        # Bounds on hangs: Ray's own are short for a busy machine.
+        environment |= {
+            "RAY_gcs_server_port_wait_time_s": f"{DEADLINE_S}",
+            "RAY_agent_register_timeout_ms": f"{DEADLINE_S}000",
+        }
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        with tempfile.TemporaryFile("w+") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", CLUSTER], env=environment, text=True, stderr=errors, **pipes
+            )
+            self.address = self._process.stdout.readline().strip()
+            errors.seek(0)
+            assert self.address, errors.read()
 
     def tell(self, word):
         """Adds a node, or removes the last one as if its power had failed."""

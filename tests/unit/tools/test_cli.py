@@ -242,6 +242,7 @@ def test_doctor_finds_a_port_in_use(phalanx):
         (["--evaluator-grace-seconds", "-1", "train.py"], "-1.0 is not in the range x>=0"),
         (["--grace-seconds", "nan", "train.py"], "nan is not a number of seconds"),
         (["--evaluator-grace-seconds", "inf", "train.py"], "inf is not a number of seconds"),
+        (["--ray", "", "train.py"], "'--ray': it is empty, as if a variable of the shell is not set."),
         (["--print", "mesos", "train.py"], "'mesos' is not one of 'slurm', 'kubernetes', 'kubeflow'"),
         (["--wrokers", "2", "train.py"], "No such option"),
         ([], "Missing argument 'SCRIPT'"),

@@ -37,6 +37,19 @@ class Seconds(click.FloatRange):
 
 
 @final
+class Text(click.ParamType):
+    """A text that is not empty. Shells replace a variable that is not set by nothing, and the command would run as without the option."""
+
+    name = "text"
+
+    @override
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        if not value:
+            self.fail("it is empty, as if a variable of the shell is not set.", param, ctx)
+        return value
+
+
+@final
 class _Refused(click.ClickException):
     """Shows a Phalanx error without a stack trace."""
 

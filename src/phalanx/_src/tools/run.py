@@ -23,6 +23,7 @@ from phalanx._src.tools.command_line import (
     ARGUMENTS,
     IS_MODULE,
     Seconds,
+    Text,
     environment_of_processes,
     errors_without_stack,
     warn_of_misplaced,
@@ -48,6 +49,7 @@ _NO_PROFILE = "none, because no worker has run {} training steps under a strateg
 )
 @click.option(
     "--ray",
+    type=Text(),
     metavar="ADDRESS",
     help="Place the workers on the nodes of this Ray cluster (host:port, or auto), with a share of their cores and GPUs.",
 )
@@ -74,7 +76,14 @@ _NO_PROFILE = "none, because no worker has run {} training steps under a strateg
     metavar="FIRST:LAST",
     help="Profile these training steps in all workers, and write one time line for Perfetto.",
 )
-@click.option("--profile-folder", default="profile", show_default=True, metavar="DIR", help="Folder for the profiles.")
+@click.option(
+    "--profile-folder",
+    type=Text(),
+    default="profile",
+    show_default=True,
+    metavar="DIR",
+    help="Folder for the profiles.",
+)
 @IS_MODULE
 @click.option(
     "--print", "template", type=click.Choice(list(TEMPLATES)), help="Print a template instead of starting anything."

@@ -16,14 +16,16 @@ from phalanx._src.launch.plan import JOB, Request, free_ports
 from phalanx._src.launch.supervise import run_group
 from phalanx._src.launch.tables import print_table
 from phalanx._src.tools import child
-from phalanx._src.tools.command_line import Seconds, environment_of_processes, errors_without_stack
+from phalanx._src.tools.command_line import Seconds, Text, environment_of_processes, errors_without_stack
 from phalanx.errors import ClusterSourceError
 
 _CHECKS = "phalanx._src.tools.doctor"
 
 
 @click.command()
-@click.option("--shared", metavar="DIR", help="A folder that all workers must see, such as the checkpoint folder.")
+@click.option(
+    "--shared", type=Text(), metavar="DIR", help="A folder that all workers must see, such as the checkpoint folder."
+)
 @click.option(
     "--timeout-seconds",
     type=Seconds(0, min_open=True),

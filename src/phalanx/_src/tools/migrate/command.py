@@ -7,10 +7,13 @@ import sys
 import click
 
 from phalanx._src.tools import child
+from phalanx._src.tools.command_line import Text
 
 
 @click.command()
-@click.option("-o", "--output", metavar="PATH", help="Write the new program, or the folder of new programs, here.")
+@click.option(
+    "-o", "--output", type=Text(), metavar="PATH", help="Write the new program, or the folder of new programs, here."
+)
 @click.option("--in-place", is_flag=True, help="Change the files.")
 @click.option("--diff", is_flag=True, help="Print a diff, and write nothing.  [default]")
 @click.option("--check", is_flag=True, help="Print the report only.")
