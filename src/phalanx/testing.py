@@ -18,7 +18,7 @@ from phalanx._src.compat import raw_value
 from phalanx._src.input.distributed import DistributedDataset
 from phalanx._src.input.iterator import DistributedIterator
 from phalanx._src.input.state import from_text, to_text
-from phalanx._src.mesh import device_assignment, tpu_system
+from phalanx._src.mesh import arrays, device_assignment, tpu_system
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.mesh.values import PerReplica, is_distributed
@@ -190,6 +190,7 @@ def assert_in_sync(*objects: object) -> None:
     # None is allowed inside a pytree, because optimizer states contain it.
     if any(x is None for x in objects):
         variables_of("assert_in_sync", None)
+    arrays.flattened(objects)  # Its error names dicts that JAX cannot sort.
     for path, leaf in jax.tree_util.tree_leaves_with_path(objects, is_leaf=lambda x: isinstance(x, PerReplica)):
         # `variables_of` refuses what has no variables, and so a deleted array too.
         if not isinstance(leaf, jax.Array) or leaf.is_deleted():

@@ -155,7 +155,7 @@ def of_losses():
         "assert_in_sync": Case(
             lambda objects: phalanx.testing.assert_in_sync(objects),
             {"objects": keras.Variable(1.0)},
-            takes={"objects": {"empty list", "empty tuple", "variable"}},
+            takes={"objects": TREES - NONE | {"array", "Mirrored", "variable"}},
         ),
     }
 

@@ -198,7 +198,11 @@ def of_processes():
             multi,
             {"cluster_resolver": resolver},
             # The last two are looked at when the processes have connected.
-            takes={"stall_timeout_s": SECONDS, **dict.fromkeys(("local_updates", "replica_weights"), ALL)},
+            takes={
+                "stall_timeout_s": SECONDS,
+                "layout": NONE | {"empty dict"},
+                **dict.fromkeys(("local_updates", "replica_weights"), ALL),
+            },
         ),
         Case(phalanx.experimental.CentralStorageStrategy, {"compute_devices": ["cpu:1"], "parameter_device": "cpu:0"}),
         Case(phalanx.coordinator.ClusterCoordinator, {"strategy": None}),

@@ -15,7 +15,12 @@ def of_strategies():
     default = phalanx.get_strategy()
     return named(
         Case(phalanx.OneDeviceStrategy, {"device": "cpu:0"}),
-        Case(phalanx.MirroredStrategy, {"devices": ["cpu:0", "cpu:1"]}, takes={"layout": NONE | {"empty dict"}}),
+        Case(
+            phalanx.MirroredStrategy,
+            {"devices": ["cpu:0", "cpu:1"]},
+            # A flag with three values, and a layout that divides nothing.
+            takes={"weight_update_sharding": {"None", "True"}, "layout": NONE | {"empty dict"}},
+        ),
         Case(phalanx.StrategyExtended, {"container_strategy": default}, takes={"container_strategy": {"strategy"}}),
         Case(
             phalanx.explain_sharding,
@@ -143,7 +148,7 @@ def of_replicas(count):
         Case(
             kind,
             {"strategy": strategy, "replica_id_in_sync_group": 0},
-            takes={"strategy": {"strategy"}, "replica_id_in_sync_group": {"0"}, "masks": {"empty tuple"}},
+            takes={"strategy": {"strategy"}, "replica_id_in_sync_group": {"0"}, "batches": {"empty tuple"}},
         ),
         Case(inside(kind.all_reduce), {"reduce_op": "SUM", "value": one}, takes={"value": SUMMABLE}),
         Case(inside(kind.all_gather), {"value": one, "axis": 0}, takes={"value": TREES | arrays, "axis": {"-1", "0"}}),

@@ -119,9 +119,17 @@ def test_arrays_of_a_step_that_forgets_a_sum(strategy):
         assert "all_reduce the gradients" in e.value.hint
 
 
-@pytest.mark.parametrize("subject", [3, phalanx.PerReplica((1, 2, 3))])
-def test_neither_variable_nor_owner(strategy, subject):
-    with pytest.raises(InvalidArgumentError, match="is not a variable and has no variables"):
+@pytest.mark.parametrize(
+    ("subject", "match"),
+    [
+        (3, "is not a variable and has no variables"),
+        (phalanx.PerReplica((1, 2, 3)), "is not a variable and has no variables"),
+        ({1: jnp.ones(2), "a": jnp.ones(2)}, "JAX cannot flatten it: .*\nHINT: dicts whose keys have one type"),
+    ],
+    ids=["number", "components", "unsorted keys"],
+)
+def test_neither_variable_nor_owner(strategy, subject, match):
+    with pytest.raises(InvalidArgumentError, match=match):
         phalanx.testing.assert_in_sync(subject)
 
 

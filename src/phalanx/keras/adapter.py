@@ -2,7 +2,7 @@
 """Data that Keras's adapters read for `fit`, `evaluate` and `predict`: a source of batches, and its epochs."""
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from types import GeneratorType, NoneType
 from typing import final
@@ -13,7 +13,7 @@ import numpy as np
 from phalanx._src import compat
 from phalanx._src.input.distributed import DistributedDataset
 from phalanx._src.input.order import digest_of
-from phalanx._src.input.sources.base import UNKNOWN, Facts, Owner, size_of, to_host
+from phalanx._src.input.sources.base import UNKNOWN, Facts, Owner, no_array, size_of, to_host
 from phalanx._src.input.sources.batches import BatchStream
 from phalanx._src.input.sources.rows import ChosenRows
 from phalanx._src.mesh.arrays import as_array, copied, is_on_cpu, is_sparse
@@ -32,15 +32,25 @@ def adapter_of(x: PyTree, steps: int | None, data: dict[str, PyTree]) -> PyTree:
       data: further arguments of the adapter, such as `y` and `batch_size`.
 
     Raises:
-      InputError: `x` contains nothing.
+      InputError: `x`, or its first batch, or `sample_weight` contains no array.
     """
     # JAX warns of a generator, and of other iterables.
     if isinstance(x, (NoneType, list, tuple, dict)) and not jax.tree.leaves(x):
         raise InputError(f"the data x={shown(x)}", "they contain no array.", "x: an array (rows, ...), or a dataset")
+    weights = data.get("sample_weight")
+    if isinstance(weights, (list, tuple, dict)) and not jax.tree.leaves(weights):
+        raise InputError(f"sample_weight={shown(weights)}", "it contains no array.", "sample_weight=None")
     if isinstance(x, GeneratorType):
         # Keras reads two batches before it yields the first, and a generator may write both into the same arrays.
         x = compat.peeked(x, _kept)
-    return compat.data_adapter(x=x, steps_per_epoch=steps, **data)
+    try:
+        return compat.data_adapter(x=x, steps_per_epoch=steps, **data)
+    except (AttributeError, IndexError, ValueError):
+        # Keras has begun to read a dataset of Grain, and its own errors do not name a batch without arrays.
+        is_read_again = isinstance(x, Iterable) and not isinstance(x, Iterator)
+        if is_read_again and not jax.tree.leaves(batch := next(iter(x), None)):
+            raise no_array("a batch", batch) from None
+        raise
 
 
 @final

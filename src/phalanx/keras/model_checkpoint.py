@@ -2,6 +2,7 @@
 """`ModelCheckpoint`: saves the model of `fit` regularly, or whenever it has become better."""
 
 import math
+import numbers
 import os
 from typing import final
 
@@ -74,7 +75,7 @@ class ModelCheckpoint(BatchCounter):
             raise InvalidArgumentError(f"mode={shown(mode)}", 'must be "auto", "min" or "max".', 'mode="max"')
         if max_to_keep is not None:
             arguments.integer("max_to_keep", max_to_keep, kind="1 or more checkpoints, or None", hint="max_to_keep=5")
-        is_number = isinstance(initial_value_threshold, (int, float)) and not isinstance(initial_value_threshold, bool)
+        is_number = isinstance(initial_value_threshold, numbers.Real) and not isinstance(initial_value_threshold, bool)
         if initial_value_threshold is not None and not (is_number and abs(initial_value_threshold) < math.inf):
             raise InvalidArgumentError(
                 f"initial_value_threshold={shown(initial_value_threshold)}",

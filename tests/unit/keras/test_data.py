@@ -122,6 +122,23 @@ def test_data_without_arrays_are_refused(strategy, data):
         model.fit(**{"y": Y} | data, verbose=0)
 
 
+@pytest.mark.parametrize("weights", [{}, [], ()])
+def test_empty_weights_are_refused(strategy, weights):
+    """Keras multiplies them with the loss."""
+    with pytest.raises(InputError, match="sample_weight=.*: it contains no array.\nHINT: sample_weight=None"):
+        under(strategy, compiled()).fit(X, Y, sample_weight=weights, verbose=0)
+
+
+@pytest.mark.parametrize("batch", [{}, (), {"x": None}, None])
+def test_grain_batches_without_arrays_are_refused(strategy, batch):
+    """Keras reads the first of them before Phalanx does."""
+    grain = pytest.importorskip("grain")
+    options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    dataset = grain.MapDataset.range(4).map(lambda _: batch).to_iter_dataset(options)
+    with pytest.raises(InputError, match="a batch .*: it contains no array, so it has no rows"):
+        under(strategy, compiled()).predict(dataset, verbose=0)
+
+
 def test_targets_are_missing(strategy):
     """Without them a loss has nothing to compare with, in the first step and before the model is built."""
     for make in (compiled(), compiled(lambda: keras.Sequential([keras.layers.Dense(3)]))):

@@ -90,7 +90,7 @@ def test_saves_only_what_is_better(tmp_path, strategy, monitor, mode, values, be
 def test_goes_on_when_the_program_starts_again(tmp_path, strategy):
     """Numbers and the best value are those of the folder. What is not better than the threshold is not saved."""
     model = made(strategy)
-    callback = ModelCheckpoint(tmp_path, save_best_only=True, initial_value_threshold=4.0)
+    callback = ModelCheckpoint(tmp_path, save_best_only=True, initial_value_threshold=np.float32(4))
     fit(model, replay("val_loss", [5.0, 3.0, 2.0]), callback, epochs=3)
     assert list(saved(tmp_path)) == [1, 2]
     callback = ModelCheckpoint(tmp_path, save_best_only=True)

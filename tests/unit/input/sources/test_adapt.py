@@ -27,7 +27,7 @@ def as_dataset(request):
             r"a batch of shapes \[\(\)\]: every leaf must be an array .*\nHINT: group the rows into batches",
         ),
         (3, r"a batch of shapes \[\(\)\]: every leaf must be an array"),
-        ({}, r"a batch of shapes \[\]: every leaf must be an array"),
+        ({}, "a batch {}: it contains no array, so it has no rows.\nHINT: at least one array in each batch or record"),
         (
             (np.ones(2), np.ones(3)),
             r"a batch of shapes \[\(2,\), \(3,\)\]: its leaves have different numbers of rows: \[2, 3\]",
@@ -114,10 +114,13 @@ def test_lists_are_columns_in_a_nest(strategy):
             "a batch of dtype .*U[56]: only numbers and bools can be placed on devices.\nHINT: encode",
         ),
         ([b"ab", b"cd"], "a batch of dtype .*S2: only numbers and bools"),
+        ([{}, {}], "a record {}: it contains no array, so it has no rows.\nHINT: at least one array"),
+        ([{"x": None}] * 2, "a record {'x': None}: it contains no array"),
+        ([None] * 2, "a record None: it contains no array|record 0 of a list: it is None"),
     ],
 )
 def test_rows_that_make_no_batch(strategy, as_dataset, rows, match):
-    """Ragged rows, rows of various structures, and text."""
+    """Ragged rows, rows of various structures, text, and rows without an array."""
     with pytest.raises(InputError, match=match):
         next(iter(strategy.experimental_distribute_dataset(as_dataset(rows), batch_size=2)))
 

@@ -168,6 +168,15 @@ def test_file_that_disappears_between_epochs(tmp_path, policy):
         reader.read()
 
 
+@pytest.mark.parametrize("policy", [FILE, DATA])
+def test_records_without_arrays(tmp_path, policy):
+    """They would be batches without rows."""
+    folder = Folder(tmp_path, [2, 2])
+    source = FileRecords(from_files(folder.paths, lambda path: [{}, {}]), 2)
+    with pytest.raises(InputError, match="a record {}: it contains no array, so it has no rows"):
+        source.open(InputWorker(), policy, None).read()
+
+
 def test_position_of_other_files(tmp_path):
     with pytest.raises(InputError, match="set_state of 3 files: this dataset has 2"):
         Folder(tmp_path, [1, 1]).source(2).open(InputWorker(), FILE, {"files": [0, 0, 0]})

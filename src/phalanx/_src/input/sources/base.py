@@ -260,8 +260,10 @@ def num_rows(batch: PyTree) -> int:
       InputError: the batch has no arrays, or contains scalars, text, or arrays with different numbers of rows.
     """
     leaves = jax.tree.leaves(batch)
+    if not leaves:
+        raise no_array("a batch", batch)
     shapes = list(map(np.shape, leaves))
-    if not shapes or () in shapes:
+    if () in shapes:
         raise InputError(
             f"a batch of shapes {shapes}",
             "every leaf must be an array (global_batch, ...).",
@@ -280,6 +282,12 @@ def num_rows(batch: PyTree) -> int:
     return int(shapes[0][0])
 
 
+def no_array(name: str, value: object) -> InputError:
+    """Returns the error of a batch or a record that contains no array."""
+    hint = "at least one array in each batch or record"
+    return InputError(f"{name} {shown(value)}", "it contains no array, so it has no rows.", hint)
+
+
 def stack(records: Iterable[Any], size: int) -> Any | None:
     """Stacks up to `size` records into one batch.
 
@@ -289,12 +297,14 @@ def stack(records: Iterable[Any], size: int) -> Any | None:
       A pytree of arrays (rows, ...). None if there is no record.
 
     Raises:
-      InputError: the structures or shapes of the records differ, or a leaf is not an array that JAX can hold.
+      InputError: the structures or shapes of the records differ, a record contains no array, or a leaf is not an array that JAX can hold.
     """
     tree, columns = None, []
     for record in itertools.islice(records, size):
         leaves, other = arrays.flattened(record, arrays.is_sparse)
         if tree is None:
+            if not leaves:
+                raise no_array("a record", record)
             tree, columns = other, [_Column(size) for _ in leaves]
         elif other != tree:
             raise InputError(
