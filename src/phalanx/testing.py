@@ -3,6 +3,7 @@
 
 import hashlib
 import math
+import numbers
 import secrets
 import subprocess
 from collections import Counter
@@ -88,7 +89,7 @@ class VirtualNetwork:
 
     def __init__(self, megabits_per_second: float | None = None) -> None:
         rate = megabits_per_second
-        is_number = isinstance(rate, (int, float)) and not isinstance(rate, bool)
+        is_number = isinstance(rate, numbers.Real) and not isinstance(rate, bool)
         if rate is not None and not (is_number and 0 < rate < math.inf):
             raise InvalidArgumentError(
                 f"megabits_per_second={shown(rate)}", "must be a number above 0, or None.", "megabits_per_second=100"
@@ -193,7 +194,7 @@ def assert_in_sync(*objects: object) -> None:
     arrays.flattened(objects)  # Its error names dicts that JAX cannot sort.
     for path, leaf in jax.tree_util.tree_leaves_with_path(objects, is_leaf=lambda x: isinstance(x, PerReplica)):
         # `variables_of` refuses what has no variables, and so a deleted array too.
-        if not isinstance(leaf, jax.Array) or leaf.is_deleted():
+        if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or leaf.is_deleted():
             for variable in variables_of("assert_in_sync", leaf):
                 home, value = slot_of(variable).home, raw_value(variable)
                 if home is not None and value is not None:

@@ -2,6 +2,7 @@
 """The tasks of a cluster, their roles, and reading and writing TF_CONFIG, with pure functions."""
 
 import json
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, final
@@ -293,7 +294,7 @@ def parse_tf_config(text: str, *, task_type: str | None = None, task_id: int | N
     cluster = _part(config, "cluster", _CLUSTER_HINT)
     spec = ClusterSpec(cluster)
     _check_addresses(spec)
-    chosen = {"type": task_type, "index": task_id}
+    chosen = {"type": task_type, "index": None if task_id is None else operator.index(task_id)}
     task_fields = {**_part(config, "task", _TASK_HINT), **{k: v for k, v in chosen.items() if v is not None}}
     task = _task_of(task_fields) if task_fields or spec else None
     check(spec, task)

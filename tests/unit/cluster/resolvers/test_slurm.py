@@ -4,6 +4,7 @@ import itertools
 import os
 import re
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -243,6 +244,7 @@ def test_missing_variable_is_named(name):
             "tasks_per_node={'gpu009': 4}: host 'gpu010' of the job step is missing",
         ),
         ({}, {"tasks_per_node": 2}, "SLURM_PROCID=4: the job step has 4 tasks"),
+        ({}, {"tasks_per_node": np.int64(2)}, "SLURM_PROCID=4: the job step has 4 tasks"),
         ({"SLURM_NODEID": "0"}, {}, "SLURM_NODEID=0: rank 4 would have 1 if the tasks were placed as"),
         ({"SLURM_LOCALID": "1"}, {}, "SLURM_LOCALID=1: rank 4 would have 0 if"),
         (

@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from phalanx._src.cluster.spec import Task, tf_config
@@ -39,6 +40,8 @@ def test_tf_config_against_arguments():
     assert (resolver.master(), resolver.master("worker", 1, "ftp")) == ("http://c:1", "ftp://b:1")
     resolver.task_type, resolver.task_id, resolver.rpc_layer = "worker", 0, "tcp"
     assert resolver.master() == "tcp://a:1"
+    with pytest.raises(ClusterError, match="worker:0"):
+        TFConfigClusterResolver("worker", np.int64(0), environ={}).cluster_spec()
 
 
 @pytest.mark.parametrize(

@@ -211,7 +211,7 @@ class SlurmClusterResolver(ClusterResolver):
             ("gpus_per_task", gpus_per_task, 0),
             ("tasks_per_node", tasks_per_node, 1),
         ):
-            if isinstance(count, int):
+            if count is not None and not isinstance(count, Mapping):
                 arguments.integer(name, count, least=least, most=_MOST, kind=f"a number from {least} to {_MOST}")
         self._gpus_per_node, self._gpus_per_task, self._sets_gpus = gpus_per_node, gpus_per_task, auto_set_gpu
         self._rpc_layer, self._given_environ = rpc_layer, environ
@@ -268,7 +268,7 @@ class SlurmClusterResolver(ClusterResolver):
         tasks_per_node = self._tasks_per_node
         if tasks_per_node is None:
             return expand_counts(self._variable("SLURM_STEP_TASKS_PER_NODE"))
-        if isinstance(tasks_per_node, int):
+        if not isinstance(tasks_per_node, Mapping):
             return [tasks_per_node] * len(hosts)
         if missing := [host for host in hosts if host not in tasks_per_node]:
             raise ClusterSourceError(

@@ -107,7 +107,8 @@ def _paths(pattern: object) -> list[str]:
     if isinstance(pattern, (str, os.PathLike)):
         # `glob` keeps the order of the file system, which may differ between workers.
         return sorted(glob.glob(arguments.path("pattern", pattern)))
-    if not isinstance(pattern, Iterable) or isinstance(pattern, jax.Array):
+    # An array without dims is an Iterable, too.
+    if not isinstance(pattern, Iterable) or isinstance(pattern, jax.Array) or getattr(pattern, "shape", None) == ():
         return [arguments.path("pattern", pattern)]
     # Check path by path instead of building a list first, because an iterable that is not of paths may be infinite.
     return [arguments.path("a path of pattern", path) for path in pattern]
