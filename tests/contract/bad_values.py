@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
@@ -21,6 +22,11 @@ def deleted():
     array = jnp.arange(3.0)
     array.delete()
     return array
+
+
+def yielding(*_):
+    """A call runs nothing of it."""
+    yield 1.0
 
 
 class Unshown:
@@ -67,6 +73,13 @@ VALUES: dict[str, Callable[[], Any]] = {
     "unshown": Unshown,
     "incomparable": Incomparable,
     "uncountable": Uncountable,
+    "integer of NumPy": lambda: np.int64(3),
+    "masked array": lambda: np.ma.masked_array([1.0, 2.0], [True, False]),
+    "structured array": lambda: np.zeros(2, [("a", "f4"), ("b", "i4")]),
+    "complex array": lambda: np.ones(3, "complex64"),
+    "int4 array": lambda: jnp.ones(3, "int4"),
+    "key": lambda: jax.random.key(0),
+    "generator function": lambda: yielding,
     "class": lambda: int,
     "own class": lambda: Unshown,
     "function": lambda: lambda: 1,
@@ -99,24 +112,24 @@ FEW = ("None", "-1", "2**70", "nan", "text", "empty list", "object", "class", "f
 
 # What a kind of argument may be, of the values above.
 EMPTY = {"empty list", "empty tuple", "empty dict"}
-FUNCTIONS = {"class", "own class", "function", "function of one", "partial"}
+FUNCTIONS = {"class", "own class", "function", "function of one", "generator function", "partial"}
 TEXTS = {"no text", "text", "long text"}
-COUNT = {"2**70"}
-INDEX = {"0", "2**70"}
-INTEGER = {"-1", "0", "2**70", "-2**70"}
-SECONDS = {"None", "1.5", "2**70", "scalar of NumPy"}
-NUMBERS = {"-1", "0", "1.5", "nan", "inf", "1j", "scalar of NumPy"}
-ARRAYS = NUMBERS | {"array of NumPy", "empty array", "array", "variable", "Mirrored"}
+COUNT = {"2**70", "integer of NumPy"}
+INDEX = COUNT | {"0"}
+INTEGER = INDEX | {"-1", "-2**70"}
+SECONDS = COUNT | {"None", "1.5", "scalar of NumPy"}
+NUMBERS = {"-1", "0", "1.5", "nan", "inf", "1j", "integer of NumPy", "scalar of NumPy"}
+ARRAYS = NUMBERS | {"array of NumPy", "empty array", "array", "complex array", "int4 array", "variable", "Mirrored"}
 NONE = {"None"}
 ALL = set(VALUES)
 TREES = {"None", "empty list", "empty tuple", "empty dict", "list of None"}
-NOT_HELD = {"2**70", "-2**70", "deleted array"}
+NOT_HELD = {"2**70", "-2**70", "deleted array", "masked array", "structured array"}
 DISTRIBUTED = {"PerReplica of three", "PerReplica of text"}
 SUMMABLE = ARRAYS | TREES | {"range", "ragged list", "dict of int"}
 NUMERIC = SUMMABLE | {"True", "bool array"}
 PLACES = (
     {"True", "2**70", "-2**70", "text", "long text", "object array", "text array", "date array", "bool array"}
-    | {"deleted array"}
+    | {"deleted array", "masked array", "structured array", "key"}
     | ARRAYS
     | DISTRIBUTED
 )

@@ -1,11 +1,12 @@
 """What errors say that no other test asks for."""
 
+import jax
 import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
 import tensorboardX  # noqa: F401  (It sets a variable of the environment, which no test may.)
-from bad_values import deleted
+from bad_values import deleted, yielding
 
 import phalanx
 import phalanx.testing
@@ -28,6 +29,24 @@ def returned(value):
     return STRATEGY.run(lambda: value)
 
 
+def all_reduced(value):
+    return STRATEGY.run(lambda: phalanx.get_replica_context().all_reduce("SUM", value))
+
+
+def leaked():
+    """A value that was kept while another function was traced."""
+    values = []
+    jax.jit(values.append)(1.0)
+    return values[0]
+
+
+async def awaiting():
+    """A call runs nothing of it."""
+
+
+MASKED, KEY = np.ma.masked_array([1.0, 2.0], [True, False]), jax.random.key(0)
+
+
 VERBS = {
     r"container_strategy='x': must be a strategy.*HINT: strategy.extended": lambda: phalanx.StrategyExtended("x"),
     r"strategy='x': must be a strategy.*HINT: phalanx.exp": lambda: phalanx.experimental_set_strategy("x"),
@@ -47,6 +66,15 @@ VERBS = {
     r"value='x': is not an array of numbers": lambda: ONE.reduce("SUM", "x", axis=None),
     r"axis=None: must be an integer": lambda: ONE.gather(jnp.ones(2), axis=None),
     r"axis=2: the value has dims 0 to 0": lambda: ONE.gather(jnp.ones(2), axis=2),
+    r"a value that is a masked array: .*\nHINT: x.filled": lambda: STRATEGY.replicate({"x": MASKED}),
+    r"a value that is a structured array": lambda: STRATEGY.replicate(np.zeros(2, [("a", "f4"), ("b", "i4")])),
+    r"a value with the number 1099511627776 .*: it does not fit": lambda: STRATEGY.replicate(np.array([2**40])),
+    r"a value with the number 1e\+300: it does not fit": lambda: returned(all_reduced(1e300)),
+    r"value=.*: random keys are not numbers.*\nHINT: one key per replica": lambda: ONE.reduce("SUM", KEY, axis=None),
+    r"the step yielding: it has `yield` or `async`.*\nHINT: def yielding": lambda: STRATEGY.run(yielding),
+    r"the step awaiting: it has `yield` or `async`": lambda: phalanx.get_strategy().run(awaiting),
+    r"the step yielding: it has `yield`": lambda: phalanx.function(yielding),
+    r"a value from another trace: .*\nHINT: return the value": lambda: STRATEGY.replicate(leaked()),
 }
 
 
@@ -102,6 +130,8 @@ FUNCTIONS = {
     r"true_fun='x': is not callable": lambda: phalanx.cond(True, "x", abs, 1.0),
     r"pred=.*must be a real scalar, not an array of shape \(2,\)": lambda: phalanx.cond(jnp.ones(2), abs, abs, 1.0),
     r"pred=1j: .*complex64": lambda: phalanx.cond(1j, abs, abs, 1.0),
+    r"value=.*key<fry>.* random keys are not numbers.*\nHINT: one key": lambda: phalanx.cond(KEY, abs, abs, 1.0),
+    r"a value that is a masked array: .*\nHINT: x.filled": lambda: phalanx.cond(True, abs, abs, MASKED),
     r"body_fun='x': is not callable": lambda: phalanx.while_loop(bool, "x", 1.0),
     r"fn='x': is not callable.*HINT: phalanx.remat": lambda: phalanx.remat("x"),
     r"value='y': is not an array": lambda: phalanx.remat(abs)("y"),
@@ -121,7 +151,12 @@ FUNCTIONS = {
     r"a value of dtype bool": lambda: average(jnp.ones(3) > 0),
     r"console=1: must be a Console": lambda: phalanx.describe(STRATEGY, console=1),
     r"strategy=1: must be a strategy": lambda: phalanx.describe(1),
-    r"assign\('x'\) of variable 'v': could not convert": lambda: variable().assign("x"),
+    r"assign\('x'\) of variable 'v': text is not a number": lambda: variable().assign("x"),
+    r"assign_add\('3'\) of variable 'v': text is": lambda: STRATEGY.run(
+        lambda v: v.assign_add("3"), args=(variable(),)
+    ),
+    r"assign\(.*variable 'v': JAX arrays cannot carry a mask": lambda: variable().assign(MASKED),
+    r"assign\(.*variable 'v': a complex number": lambda: variable().assign(np.ones(2, "complex64")),
     r"assign\(.*variable 'v': The shape of the target.*HINT: an array of numbers of shape \(2,\)": lambda: (
         variable().assign(jnp.ones(3))
     ),
@@ -168,6 +203,7 @@ HELPERS = {
     r"dataset_fn='x': is not callable": lambda: STRATEGY.distribute_datasets_from_function("x"),
     r"reduce_func='x': is not callable": lambda: DATASET.reduce(0, "x"),
     r"pattern=1: must be a path": lambda: phalanx.data.from_files(1, open),
+    r"pattern=array\(3.\): must be a path": lambda: phalanx.data.from_files(np.array(3.0), open),
     r"a path of pattern=1: must be a path": lambda: phalanx.data.from_files([1], open),
     r"reader='x': is not callable": lambda: phalanx.data.from_files(__file__, "x"),
     r"interleave=0: must be a positive integer": lambda: phalanx.data.from_files(__file__, open, interleave=0),

@@ -1,5 +1,6 @@
 """Slips that were found in trials, each with the error or the warning that it gets: one table."""
 
+import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
@@ -138,8 +139,20 @@ RIGHT = {
         lambda: STRATEGY.gather(run(lambda: keras.ops.ones(1)), axis=np.array(0)).tolist(),
         [1, 1],
     ),
+    "axes of NumPy and JAX": (
+        lambda: float(STRATEGY.reduce("SUM", run(lambda: keras.ops.ones((1, 3))), axis=(np.int64(0), jnp.asarray(1)))),
+        6,
+    ),
+    "an array of int4": (lambda: STRATEGY.reduce("MEAN", jnp.full(3, 7, "int4"), axis=0).item(), 7),
+    "a sum of int4": (lambda: STRATEGY.reduce("SUM", jnp.full(3, 7, "int4"), axis=0).item(), 42),
+    "a complex constant": (lambda: all_reduced(np.ones(2, "complex64")), [2, 2]),
+    "a gradient of zeros of complex numbers": (lambda: all_reduced(jnp.zeros(2, "complex64")), [0, 0]),
     "a model outside the scope": (lambda: len(outside().history["loss"]), 1),
 }
+
+
+def all_reduced(value):
+    return run(lambda: phalanx.get_replica_context().all_reduce("SUM", value)).values[1].tolist()
 
 
 def outside():

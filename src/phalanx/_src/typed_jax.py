@@ -11,6 +11,7 @@ from operator import methodcaller
 from typing import Any, Protocol, TypeVar, final
 
 import jax
+import jax.numpy as jnp
 from jax import ad_checkpoint, lax
 from jax._src import config, distributed, lib, xla_bridge
 from jax._src.interpreters import pxla
@@ -20,10 +21,6 @@ from jax.extend import core as jex
 from jax.sharding import PartitionSpec, Sharding
 
 T = TypeVar("T")
-
-
-class _Sum(Protocol):
-    def __call__(self, x: T, axis_name: str, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> T: ...
 
 
 class _Constrain(Protocol):
@@ -71,8 +68,15 @@ checkpoint_name: Callable[[jax.Array, str], jax.Array] = ad_checkpoint.checkpoin
 optimization_barrier: _Wait = lax.optimization_barrier
 """Returns arrays as they are, but XLA moves no operation from one side of the call to the other."""
 
-psum: _Sum = lax.psum
-"""Returns the sum of each array of a pytree over a mesh axis, or over groups of its indices."""
+
+def psum(x: T, axis_name: str, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> T:
+    """Returns the sum of each array of a pytree over a mesh axis, or over groups of its indices."""
+    # XLA ends the process if it finds that a complex array is constant, for example a gradient of zeros. So its parts are summed.
+    parts = jax.tree.map(lambda leaf: (jnp.real(leaf), jnp.imag(leaf)) if jnp.iscomplexobj(leaf) else leaf, x)
+    sums = lax.psum(parts, axis_name, axis_index_groups=axis_index_groups)  # type: ignore[no-untyped-call]
+    total: T = jax.tree.map(lambda leaf, part: lax.complex(*part) if jnp.iscomplexobj(leaf) else part, x, sums)
+    return total
+
 
 ppermute: Callable[[jax.Array, str, Sequence[tuple[int, int]]], jax.Array] = lax.ppermute
 """Returns the array of another replica, from `(array, axis, pairs of source and destination)`."""

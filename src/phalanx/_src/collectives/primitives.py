@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 
 from phalanx._src.collectives.codes import Rounded, coded_sum
 from phalanx._src.collectives.dtypes import Divisor, divided, dtype_of, term
-from phalanx._src.mesh.arrays import flattened
+from phalanx._src.mesh.arrays import as_number, flattened
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.mesh.values import differs
 from phalanx._src.options import ReduceOp
@@ -43,10 +43,23 @@ _COLLECTIVES = (
 
 
 def as_array(value: ArrayLike) -> jax.Array:
-    """Returns `value` as an array, bools included.
+    """Returns `value` as an array of numbers, bools included.
+
+    Raises:
+      InputError, ReduceOpError, ContextError: as `as_any_array`, and for random keys.
+    """
+    array = as_any_array(value)
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        raise ReduceOpError(f"value={shown(value)}", "random keys are not numbers.", "one key per replica")
+    return array
+
+
+def as_any_array(value: ArrayLike) -> jax.Array:
+    """Returns `value` as an array of numbers, bools or random keys.
 
     Raises:
       ReduceOpError: `value` is not a number or an array of numbers, or the array was deleted.
+      InputError: JAX cannot hold the numbers of `value`.
       ContextError: `value` is a `PerReplica`.
     """
     if isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer) and value.is_deleted():
@@ -56,7 +69,8 @@ def as_array(value: ArrayLike) -> jax.Array:
             "pass jnp.copy(x) to the earlier call",
         )
     try:
-        return jnp.asarray(value)
+        number = as_number(value)
+        return jnp.asarray(value if number is None else number)
     except PhalanxError:  # A `PerReplica` refuses to become an array.
         raise
     except Exception as e:
@@ -83,8 +97,8 @@ def checked_arrays(tree: PyTree) -> PyTree:
 
     def checked(leaf: ArrayLike) -> ArrayLike:
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "OSUMm":
-            return leaf  # `as_array` would copy it to a device.
-        array = as_array(leaf)
+            return as_number(leaf)  # type: ignore[no-any-return]  # `as_array` would copy it to a device.
+        array = as_any_array(leaf)
         is_one = isinstance(leaf, (int, float, complex, np.ndarray, np.generic, jax.Array))
         # Copy it, because the next step may be given the array of the variable itself, and donate it.
         return leaf if is_one else jnp.copy(array)
@@ -181,7 +195,7 @@ def all_gather(
     """
 
     def gather(value: jax.Array) -> jax.Array:
-        array = as_array(value)
+        array = as_any_array(value)
         dim_ = canonical_dim(dim, array.ndim, "axis")
         if num_replicas == 1:
             return array

@@ -13,7 +13,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from phalanx._src.compat.hooks import extend
-from phalanx._src.mesh.arrays import require_fits
+from phalanx._src.mesh.arrays import as_number
 from phalanx._src.options import VariableAggregation, VariableSynchronization
 from phalanx.errors import CallError, InvalidArgumentError, VariableError, arguments, shown
 
@@ -95,9 +95,10 @@ class Variable(metaclass=_KerasVariables):
         # In a step that is being traced, an initializer must still compute a real array, not a tracer of the step.
         with jax.ensure_compile_time_eval():
             value = _value_of(initial_value, shape)
+        checked_dtype = _dtype_of(value.dtype if dtype is None else dtype)
         variable = keras.Variable(
             value,
-            dtype=_dtype_of(dtype),
+            dtype=None if dtype is None else checked_dtype,
             trainable=arguments.flag("trainable", trainable),
             name=name,
             synchronization=synchronization.value,
@@ -131,7 +132,8 @@ def _dtype_of(dtype: Any) -> str | None:
     try:
         return None if dtype is None else keras.backend.standardize_dtype(dtype)
     except Exception as e:
-        raise InvalidArgumentError(f"dtype={shown(dtype)}", "is not a numeric dtype.", 'dtype="float32"') from e
+        words = "is not a numeric dtype of Keras."
+        raise InvalidArgumentError(f"dtype={shown(dtype)}", words, 'dtype="float32"') from e
 
 
 def _value_of(initial_value: Any, shape: Any) -> Any:
@@ -151,11 +153,11 @@ def _value_of(initial_value: Any, shape: Any) -> Any:
             "it is computed in the step that is being traced, but the variable must have a value before the step runs.",
             "create the variable outside the step, or pass a function: phalanx.Variable(lambda: jnp.zeros((2, 3)))",
         )
-    if isinstance(initial_value, (np.ndarray, np.generic, int, float)):
-        require_fits(initial_value, "initial_value")
     try:
+        if isinstance(initial_value, (np.ndarray, np.generic, int, float)):
+            as_number(initial_value, "initial_value")
         # `jnp.array` copies, so that later writes into the user's NumPy array do not change the variable.
-        value = jnp.array(initial_value)
+        value = np.asarray(jnp.array(initial_value))
     except Exception as e:
         if isinstance(e, (InvalidArgumentError, VariableError)):
             raise
@@ -166,7 +168,7 @@ def _value_of(initial_value: Any, shape: Any) -> Any:
             f"the initial value has the shape {value.shape}, and a variable cannot change its shape.",
             "leave shape out",
         )
-    return np.asarray(value)
+    return value
 
 
 def _require_no_arguments(argument: str, fn: Callable[..., Any]) -> None:

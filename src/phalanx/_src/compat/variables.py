@@ -407,14 +407,23 @@ def _add(original: Callable[..., jax.Array], self: Variable, value: Any, method:
 
 
 def _require_numbers(variable: Variable, value: object) -> None:
-    """Rejects values that JAX would silently convert: dates, and complex numbers for a real variable.
+    """Rejects values that JAX would silently convert: text, dates, masked arrays, and complex numbers for a real variable.
 
     Raises:
       TypeError: `value` is one of these.
     """
-    if isinstance(value, np.ndarray) and value.dtype.kind in "mM":
+    kind = getattr(getattr(value, "dtype", None), "kind", "")
+    if kind and kind in "mM":
         raise TypeError("dates are not numbers.")
-    if isinstance(value, complex) and not variable.dtype.startswith("complex"):
+    is_complex = isinstance(value, complex)
+    # Variables of no strategy take what Keras takes.
+    if layout_of(variable) is not None:
+        if isinstance(value, (str, bytes)) or (kind and kind in "SU"):
+            raise TypeError("text is not a number.")
+        if isinstance(value, np.ma.MaskedArray):
+            raise TypeError("JAX arrays cannot carry a mask.")
+        is_complex = is_complex or kind == "c"
+    if is_complex and not variable.dtype.startswith("complex"):
         raise TypeError(f"a complex number does not fit into {variable.dtype}.")
 
 

@@ -5,6 +5,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from types import CoroutineType, GeneratorType
 from typing import Any
 
 import jax
@@ -239,11 +240,11 @@ def call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) ->
     """Calls the function that was passed to `Strategy.run`.
 
     Raises:
-      CallError: the function does not take these arguments.
+      CallError: the function does not take these arguments, or its body does not run when it is called.
       ContextError: the function closes over a PerReplica.
     """
     try:
-        return fn(*args, **kwargs)
+        result = fn(*args, **kwargs)
     except ContextError as e:
         if not e.asked.startswith(AS_ARRAY):
             raise
@@ -262,6 +263,30 @@ def call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) ->
             f"{e}. Each element of args is one argument, and a batch may be a tuple or a list itself.",
             f"strategy.run({name}, args={_arguments_of(fn, args)})",
         ) from None
+    if isinstance(result, (GeneratorType, CoroutineType)):
+        refuse_without_body(fn, result)
+    return result
+
+
+def refuse_without_body(fn: Callable[..., Any], *results: PyTree) -> None:
+    """Rejects a function with `yield` and one with `async`, whose call runs nothing of its body.
+
+    Args:
+      fn: any function.
+      results: the result of its call, which is closed.
+
+    Raises:
+      CallError: `fn` is one of them.
+    """
+    if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn):
+        for result in results:
+            result.close()  # Python warns of a coroutine that nobody awaits.
+        name = getattr(fn, "__name__", repr(fn))
+        raise CallError(
+            f"the step {name}",
+            "it has `yield` or `async`, so that a call runs nothing of its body.",
+            f"def {name}(...) that returns its result",
+        )
 
 
 def _arguments_of(fn: Callable[..., Any], args: Sequence[Any]) -> str:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from phalanx._src.programs.explain import refuse_without_body
 from phalanx._src.programs.input_signature import Signature
 from phalanx._src.programs.program import Programs
 from phalanx._src.runtime.observers import observers
@@ -139,4 +140,5 @@ def function(
         raise InvalidArgumentError(
             f"phalanx.function({shown(fn)})", "is not callable.", "@phalanx.function above the step"
         )
+    refuse_without_body(fn)
     return Function(fn, input_signature)  # type: ignore[return-value]

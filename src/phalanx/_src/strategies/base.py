@@ -24,6 +24,7 @@ from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.mesh.values import Mirrored, PerReplica, first_steps, flatten, is_distributed, map_leaves, stacked
 from phalanx._src.options import CommunicationOptions, ReduceOp, RunOptions
+from phalanx._src.programs.explain import explained
 from phalanx._src.programs.profile import follow
 from phalanx._src.programs.program import Programs
 from phalanx._src.programs.replicas import trace_run
@@ -398,13 +399,16 @@ class Strategy(AbstractInputs, AbstractResults):
 
         Raises:
           ContextError: called in replica context.
+          InputError: JAX cannot hold an array of `tree`.
+          TraceError: `tree` was kept from another step.
         """
         context.require_cross_replica(
             "Strategy.replicate", self, "return phalanx.Mirrored(tree) from the replica function"
         )
         context.require_not_running("Strategy.replicate", "place the tree outside the step")
         tree = primitives.checked_arrays(tree)
-        return Mirrored(self.topology.put_replicated(tree))
+        with explained():
+            return Mirrored(self.topology.put_replicated(tree))
 
     def in_program(self, key: Hashable, fn: Callable[[Any], Any], value: PyTree) -> PyTree:
         """Returns `fn(value)`, computed in the current trace or else in a separate program. In cross-replica context.

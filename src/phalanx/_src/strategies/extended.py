@@ -15,7 +15,6 @@ from phalanx._src.collectives.cross_device import check_destinations, checked_op
 from phalanx._src.mesh.devices import device_name
 from phalanx._src.mesh.values import DistributedValues, Mirrored, ReplicaLocal, differs, is_equal_everywhere, unwrapped
 from phalanx._src.options import CommunicationOptions, ReduceOp
-from phalanx._src.programs.explain import explained
 from phalanx._src.strategies.reduction import check_components, reduce_leaf
 from phalanx._src.tracing import context
 from phalanx._src.tracing.policy import check_variable, describe
@@ -130,8 +129,7 @@ class StrategyExtended:
         # In a program every replica has the value already, and a Python number needs no device.
         if isinstance(tensor, (int, float, complex)) or innermost() is not None:
             return tensor
-        with explained():
-            return self._strategy.replicate(tensor)
+        return self._strategy.replicate(tensor)
 
     def call_for_each_replica(
         self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

@@ -97,8 +97,8 @@ def _(value: ReplicaLocal, op: ReduceOp, axis: Axis, num_replicas: int, ops: Cro
     return (total / jnp.maximum(primitives.all_reduce(ReduceOp.SUM, number, num_replicas), 1)).astype(dtype)
 
 
-def check_axis(axis: object) -> None:
-    """Checks the `axis` argument of `Strategy.reduce`.
+def checked_axis(axis: Axis) -> Axis:
+    """Returns the `axis` argument of `Strategy.reduce` with Python's integers.
 
     Raises:
       ReduceOpError: `axis` is not None, an integer or a tuple of integers.
@@ -106,6 +106,7 @@ def check_axis(axis: object) -> None:
     for dim in axis if isinstance(axis, tuple) else (axis,):
         if dim is not None and not arguments.is_integer(dim):
             raise ReduceOpError(f"axis={shown(axis)}", "must be an integer, a tuple of integers, or None.", "axis=0")
+    return jax.tree.map(operator.index, axis)  # type: ignore[no-any-return]
 
 
 def check_dim(axis: object) -> int:
@@ -221,7 +222,7 @@ def _of_one(op: ReduceOp, value: PyTree) -> PyTree:
 
 def _reduce_dims(op: ReduceOp, array: jax.Array, axis: Axis) -> jax.Array:
     dims = _dims(axis, array.ndim)
-    return array.sum(axis=dims) if op is ReduceOp.SUM else array.mean(axis=dims)
+    return term(op, array).sum(axis=dims) if op is ReduceOp.SUM else array.mean(axis=dims)
 
 
 def _dims(axis: Axis, ndim: int) -> tuple[int, ...]:

@@ -16,10 +16,10 @@ from phalanx._src.programs.replicas import trace_run
 from phalanx._src.programs.slots import components_of
 from phalanx._src.strategies.reduction import (
     Axis,
-    check_axis,
     check_components,
     check_dim,
     check_mergeable,
+    checked_axis,
     gather_leaf,
     reduce_leaf,
 )
@@ -73,7 +73,7 @@ class AbstractResults(AbstractStrategy):
         context.require_cross_replica(
             "Strategy.reduce", self, f'phalanx.get_replica_context().all_reduce("{op.value}", value)'
         )
-        check_axis(axis)
+        axis = checked_axis(axis)
         check_components(flatten(value)[0])
         value = map_leaves(self._content, value)
         leaf = lambda x: self._reduce_leaf(op, x, axis)  # noqa: E731

@@ -173,7 +173,7 @@ class TPUStrategy(SynchronousStrategy):
           ContextError: called outside a replica function.
         """
         self._require_replica("experimental_split_to_logical_devices")
-        value = primitives.as_array(tensor)
+        value = primitives.as_any_array(tensor)
         if not isinstance(partition_dimensions, (list, tuple)):
             raise InvalidArgumentError(
                 f"partition_dimensions={shown(partition_dimensions)}",
@@ -216,7 +216,7 @@ class TPUStrategy(SynchronousStrategy):
           ContextError: called outside a replica function.
         """
         self._require_replica("experimental_replicate_to_logical_devices")
-        value = primitives.as_array(tensor)
+        value = primitives.as_any_array(tensor)
         return value if self.topology.devices_per_replica == 1 else with_sharding_constraint(value, partition_spec())
 
     def _spec(self, dim: int, ndim: int) -> PartitionSpec:
