@@ -69,7 +69,7 @@ def of_options():
         Case(
             phalanx.ReductionToOneDevice,
             {"accumulation_fn": jnp.add},
-            takes={"accumulation_fn": {"None", "function of one"}},
+            takes={"accumulation_fn": {"None", "function of one", "generator function"}},
         ),
         Case(phalanx.fully_sharded, {"min_size": 1}, takes={"axis": {"text", "long text"}, "min_size": COUNT}),
         Case(
@@ -102,7 +102,7 @@ def of_options():
         Case(TOPOLOGY.tpu_device_name_at_coordinates, {"device_coordinates": (0, 0)}, takes={"job": NONE | TEXTS}),
         Case(TOPOLOGY.cpu_device_name_at_coordinates, {"device_coordinates": (0, 0)}, takes={"job": NONE | TEXTS}),
         Case(tpu.DeviceAssignment, {"topology": TOPOLOGY, "core_assignment": [[[0, 0]], [[0, 1]]]}),
-        Case(tpu.DeviceAssignment.build, {"topology": TOPOLOGY}),
+        Case(tpu.DeviceAssignment.build, {"topology": TOPOLOGY}, takes={"num_replicas": {"integer of NumPy"}}),
         Case(
             ASSIGNMENT.coordinates, {"replica": 0, "logical_core": 0}, takes={"replica": {"0"}, "logical_core": {"0"}}
         ),
@@ -164,8 +164,8 @@ def of_clusters():
             },
             takes={
                 "jobs": {"None", "empty dict"},
-                "gpus_per_node": {"None", "0"},
-                "gpus_per_task": {"None", "0"},
+                "port_base": {"integer of NumPy"},
+                **dict.fromkeys(("gpus_per_node", "gpus_per_task"), {"None", "0", "integer of NumPy"}),
                 "rpc_layer": TEXTS,
             },
         ),
@@ -173,6 +173,7 @@ def of_clusters():
             specified(cluster_resolver.SageMakerClusterResolver),
             {"environ": {"SM_HOSTS": '["a"]', "SM_CURRENT_HOST": "a"}},
             takes={
+                "port": {"integer of NumPy"},
                 "task_type": NONE | TEXTS,
                 "task_id": NONE | INTEGER,
                 "rpc_layer": NONE | TEXTS,
@@ -184,6 +185,7 @@ def of_clusters():
             {"tpu": "local", "environ": {}},
             takes={
                 "job_name": TEXTS,
+                "port": {"integer of NumPy"},
                 "coordinator_name": NONE | TEXTS,
                 "coordinator_address": NONE | TEXTS,
                 **dict.fromkeys(("zone", "project", "discovery_url"), NONE | TEXTS),

@@ -1,7 +1,7 @@
 """Estimators and feature columns with good arguments; bad values replace them one by one."""
 
 import numpy as np
-from bad_values import COUNT, EMPTY, INTEGER, NONE, TEXTS, Case, named
+from bad_values import COUNT, EMPTY, INDEX, INTEGER, NONE, TEXTS, Case, named
 
 import phalanx.estimator as estimator
 from phalanx import feature_column, train
@@ -28,7 +28,7 @@ def of_columns():
         Case(
             feature_column.numeric_column,
             {"key": "x"},
-            takes={**key, "shape": {"2**70", "empty tuple", "empty list"}, "dtype": {"class"}},
+            takes={**key, "shape": COUNT | {"empty tuple", "empty list"}, "dtype": {"class"}},
             functions=("normalizer_fn",),
         ),
         Case(feature_column.bucketized_column, {"source_column": age, "boundaries": [0.0, 1.0]}),
@@ -40,7 +40,7 @@ def of_columns():
         Case(
             feature_column.categorical_column_with_hash_bucket,
             {"key": "x", "hash_bucket_size": 3},
-            takes={**key, "dtype": {"class", "own class"}},
+            takes={**key, "hash_bucket_size": {"integer of NumPy"}, "dtype": {"class", "own class"}},
         ),
         Case(
             feature_column.categorical_column_with_vocabulary_list,
@@ -50,13 +50,13 @@ def of_columns():
                 "vocabulary_list": {"text array", "list of None"},
                 "dtype": NONE | {"own class"},
                 "default_value": INTEGER | NONE,
-                "num_oov_buckets": {"0", "2**70"} | NONE,
+                "num_oov_buckets": INDEX | NONE,
             },
         ),
         Case(
             feature_column.crossed_column,
             {"keys": ["a", "b"], "hash_bucket_size": 10},
-            takes={"keys": {"text array"}, "hash_bucket_size": COUNT, "hash_key": NONE | {"0"}},
+            takes={"keys": {"text array"}, "hash_bucket_size": COUNT, "hash_key": NONE | {"0", "integer of NumPy"}},
         ),
         Case(
             feature_column.weighted_categorical_column,
@@ -78,7 +78,11 @@ def of_columns():
         ),
         Case(feature_column.prepare, {"features": features, "feature_columns": [age]}, takes=columns),
         Case(feature_column.input_layer, {"features": features, "feature_columns": [age]}, takes={**columns}),
-        Case(feature_column.linear_model, {"features": features, "feature_columns": [age]}, takes={**columns}),
+        Case(
+            feature_column.linear_model,
+            {"features": features, "feature_columns": [age]},
+            takes={**columns, "units": {"integer of NumPy"}},
+        ),
     )
 
 
@@ -125,7 +129,7 @@ def of_hooks():
             {"save_steps": 3, "output_dir": "x"},
             takes={"save_steps": COUNT, "output_dir": TEXTS},
         ),
-        Case(estimator.GlobalStepWaiterHook, {"wait_until_step": 3}, takes={"wait_until_step": {"0", "2**70"}}),
+        Case(estimator.GlobalStepWaiterHook, {"wait_until_step": 3}, takes={"wait_until_step": INDEX}),
         Case(estimator.SecondOrStepTimer, {"every_steps": 3}, takes={"every_steps": COUNT}),
         Case(estimator.Scaffold, {"saver": train.Checkpoint()}),
     ) | {

@@ -2,7 +2,7 @@
 
 import jax.numpy as jnp
 import keras
-from bad_values import ALL, DISTRIBUTED, NONE, NOT_HELD, NUMBERS, NUMERIC, TREES, Case, named
+from bad_values import ALL, DISTRIBUTED, DTYPES, INDEX, NONE, NOT_HELD, NUMBERS, NUMERIC, TREES, Case, named
 
 import phalanx
 import phalanx.testing
@@ -49,32 +49,34 @@ def of_control_flow():
             phalanx.scan,
             {"f": lambda carry, x: (carry, x), "init": 0.0, "xs": jnp.arange(3.0)},
             takes={
-                "init": NUMERIC,
-                "xs": {"range", "array of NumPy", "empty array", "bool array", "array", "Mirrored", "variable"},
-                "unroll": {"True", "0", "2**70"},
+                "init": NUMERIC | {"key"},
+                "xs": {"range", "array of NumPy", "empty array", "bool array", "array", "Mirrored", "variable"}
+                | DTYPES,
+                "length": NONE | {"integer of NumPy"},
+                "unroll": INDEX | {"True"},
             },
             functions=("f",),
         ),
         Case(
             phalanx.while_loop,
             {"cond_fun": lambda x: False, "body_fun": same, "init_val": 1.0},
-            takes={"init_val": NUMERIC},
+            takes={"init_val": NUMERIC | {"key"}},
             functions=("cond_fun", "body_fun"),
         ),
     ) | {
         "scan(of the length)": Case(
             lambda length: phalanx.scan(lambda carry, x: (carry, x), 0.0, length=length),
             {"length": 3},
-            takes={"length": {"0"}},
+            takes={"length": {"0", "integer of NumPy"}},
         ),
         "cond": Case(
             lambda pred, true_fun, false_fun, operands: phalanx.cond(pred, true_fun, false_fun, operands),
             {"pred": True, "true_fun": first, "false_fun": first, "operands": 1.0},
-            takes={"pred": {"True", "-1", "0", "1.5", "nan", "inf", "scalar of NumPy"}, "operands": NUMERIC},
+            takes={"pred": NUMBERS - {"1j"} | {"True"}, "operands": NUMERIC | {"key"}},
             functions=("true_fun", "false_fun"),
         ),
         "remat": Case(lambda fn: phalanx.remat(fn)(1.0), {"fn": same}, functions=("fn",)),
-        "remat(of a value)": Case(lambda x: phalanx.remat(same)(x), {"x": 1.0}, takes={"x": NUMERIC}),
+        "remat(of a value)": Case(lambda x: phalanx.remat(same)(x), {"x": 1.0}, takes={"x": NUMERIC | {"key"}}),
     }
 
 
@@ -108,7 +110,9 @@ def of_gradients():
         ),
         "GradientTape.gradient(of a target)": Case(gradient, {"target": 1.0}, takes={"target": NUMERIC | DISTRIBUTED}),
         "GradientTape.gradient(of sources)": Case(
-            gradient, {"sources": variable}, takes={"sources": TREES | {"array", "deleted array", "variable"}}
+            gradient,
+            {"sources": variable},
+            takes={"sources": TREES | {"array", "int4 array", "key", "deleted array", "variable"}},
         ),
         "value_and_grad": Case(
             lambda **given: phalanx.value_and_grad(**given)(),
@@ -135,9 +139,10 @@ def of_losses():
             {"per_example_loss": jnp.ones(3), "global_batch_size": 3},
             takes={
                 "per_example_loss": {"empty list", "empty tuple", "range", "array of NumPy", "empty array", "array"}
-                | {"Mirrored", "variable"},
-                "sample_weight": NONE | NUMBERS - {"1j"} | {"True", "array of NumPy", "array"},
-                "global_batch_size": {"None", "0"},
+                | {"Mirrored", "variable"}
+                | DTYPES,
+                "sample_weight": NONE | NUMBERS - {"1j"} | {"True", "array of NumPy", "array", "int4 array"},
+                "global_batch_size": {"None", "0", "integer of NumPy"},
             },
         ),
         Case(
@@ -155,7 +160,7 @@ def of_losses():
         "assert_in_sync": Case(
             lambda objects: phalanx.testing.assert_in_sync(objects),
             {"objects": keras.Variable(1.0)},
-            takes={"objects": TREES - NONE | {"array", "Mirrored", "variable"}},
+            takes={"objects": TREES - NONE | {"array", "Mirrored", "variable", "key"} | DTYPES},
         ),
     }
 

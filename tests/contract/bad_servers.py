@@ -5,23 +5,24 @@ import functools
 import keras
 import numpy as np
 import tensorboardX  # noqa: F401  (It sets a variable of the environment, which no test may.)
-from bad_values import ALL, ARRAYS, COUNT, INDEX, INTEGER, NONE, SECONDS, TEXTS, VALUES, Case, named
+from bad_values import ALL, ARRAYS, COUNT, DTYPES, INDEX, INTEGER, NONE, SECONDS, TEXTS, VALUES, Case, named
 
 import phalanx
 import phalanx.testing
 from phalanx import cluster_resolver
 from phalanx.cluster_resolver import ClusterSpec
 
-ROWS = {"range", "array of NumPy", "empty array", "bool array", "Mirrored"}
+ROWS = {"range", "array of NumPy", "empty array", "bool array", "Mirrored"} | DTYPES
 STREAMS = {"empty list", "range", "generator"}
 TENSORS = ARRAYS | {"True", "bool array", "empty list", "empty tuple", "range"}
 NOT_ROWS = set(VALUES) - (
     {"True", "-1", "0", "1.5", "nan", "inf", "1j", "empty list", "empty dict", "empty tuple", "range", "dict of int"}
-    | {"scalar of NumPy", "PerReplica of three", "PerReplica of text", "Mirrored", "variable"}
+    | {"integer of NumPy", "scalar of NumPy", "PerReplica of three", "PerReplica of text", "Mirrored", "variable"}
 )
 NOT_INITIALIZERS = set(VALUES) - (
     {"None", "object array", "text array", "date array", "array of NumPy", "empty array", "bool array", "array"}
-    | {"scalar of NumPy", "deleted array"}
+    | {"integer of NumPy", "scalar of NumPy", "deleted array", "masked array", "structured array", "key"}
+    | DTYPES
 )
 
 
@@ -69,7 +70,7 @@ def of_input():
             {"numpy_input": rows},
             takes={"numpy_input": ROWS | {"array", "empty list", "PerReplica of three", "variable"}},
         ),
-        Case(of_rows.batch, {"batch_size": 2}),
+        Case(of_rows.batch, {"batch_size": 2}, takes={"batch_size": {"integer of NumPy"}}),
         Case(
             dataset.reduce,
             {"initial_state": 0.0, "reduce_func": lambda state, x: state},
@@ -88,7 +89,7 @@ def of_input():
         Case(
             distribute,
             {"dataset": rows, "batch_size": 2},
-            takes={"dataset": ROWS | {"set", "generator", "array", "empty list"}, "batch_size": set()},
+            takes={"dataset": ROWS | {"set", "generator", "array", "empty list"}, "batch_size": {"integer of NumPy"}},
             functions=("dataset",),
         ),
         Case(by_function, of_batches, functions=("dataset_fn",)),
@@ -111,7 +112,9 @@ def of_input():
             takes={"x": STREAMS},
             functions=("x",),
         ),
-        "DistributedDataset.batches": Case(lambda steps: iter(dataset.batches(steps=steps)), {"steps": 2}),
+        "DistributedDataset.batches": Case(
+            lambda steps: iter(dataset.batches(steps=steps)), {"steps": 2}, takes={"steps": {"integer of NumPy"}}
+        ),
         "DistributedIterator.set_state": Case(
             lambda state: iter(dataset).set_state(state), {"state": iter(dataset).get_state()}
         ),
@@ -204,7 +207,11 @@ def of_processes():
                 **dict.fromkeys(("local_updates", "replica_weights"), ALL),
             },
         ),
-        Case(phalanx.experimental.CentralStorageStrategy, {"compute_devices": ["cpu:1"], "parameter_device": "cpu:0"}),
+        Case(
+            phalanx.experimental.CentralStorageStrategy,
+            {"compute_devices": ["cpu:1"], "parameter_device": "cpu:0"},
+            takes={"compute_devices": {"integer of NumPy"}},
+        ),
         Case(phalanx.coordinator.ClusterCoordinator, {"strategy": None}),
         Case(phalanx.experimental.ShardedVariable, {"variable": None}, takes={"strategy": set()}),
         Case(
@@ -212,6 +219,7 @@ def of_processes():
             {"project": "p", "zone": "z", "instance_group": "g", "port": 1, "service": object()},
             takes={
                 **dict.fromkeys(("project", "zone", "instance_group", "task_type", "rpc_layer"), TEXTS),
+                "port": {"integer of NumPy"},
                 "task_id": INTEGER,
                 "credentials": ALL,
                 "service": ALL,
@@ -222,6 +230,7 @@ def of_processes():
             {"job_to_label_mapping": {"worker": ["a=b"]}, "override_client": object()},
             takes={
                 "job_to_label_mapping": NONE | {"empty dict"},
+                "tf_server_port": {"integer of NumPy"},
                 "rpc_layer": TEXTS,
                 "service": NONE | TEXTS,
                 "num_pods": NONE | INTEGER,
@@ -259,7 +268,9 @@ def of_logical_devices():
             takes={"tensor": TENSORS, "logical_device_id": {"0"}},
         ),
         Case(inside(kind.experimental_split_to_logical_devices), {"tensor": one, "partition_dimensions": [2, 1]}),
-        Case(inside(kind.experimental_replicate_to_logical_devices), {"tensor": one}, takes={"tensor": TENSORS}),
+        Case(
+            inside(kind.experimental_replicate_to_logical_devices), {"tensor": one}, takes={"tensor": TENSORS | {"key"}}
+        ),
     ) | {"TPUStrategy(experimental)": Case(phalanx.experimental.TPUStrategy, {"device_assignment": assignment})}
 
 

@@ -111,6 +111,7 @@ FEW = ("None", "-1", "2**70", "nan", "text", "empty list", "object", "class", "f
 """The values that stand for the others in a quick run."""
 
 # What a kind of argument may be, of the values above.
+DTYPES = {"complex array", "int4 array"}
 EMPTY = {"empty list", "empty tuple", "empty dict"}
 FUNCTIONS = {"class", "own class", "function", "function of one", "generator function", "partial"}
 TEXTS = {"no text", "text", "long text"}
@@ -119,7 +120,7 @@ INDEX = COUNT | {"0"}
 INTEGER = INDEX | {"-1", "-2**70"}
 SECONDS = COUNT | {"None", "1.5", "scalar of NumPy"}
 NUMBERS = {"-1", "0", "1.5", "nan", "inf", "1j", "integer of NumPy", "scalar of NumPy"}
-ARRAYS = NUMBERS | {"array of NumPy", "empty array", "array", "complex array", "int4 array", "variable", "Mirrored"}
+ARRAYS = NUMBERS | {"array of NumPy", "empty array", "array", "variable", "Mirrored"} | DTYPES
 NONE = {"None"}
 ALL = set(VALUES)
 TREES = {"None", "empty list", "empty tuple", "empty dict", "list of None"}

@@ -6,7 +6,21 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 from bad_functions import same
-from bad_values import ALL, ARRAYS, COUNT, DISTRIBUTED, NONE, NOT_HELD, NUMERIC, PLACES, SUMMABLE, TREES, Case, named
+from bad_values import (
+    ALL,
+    ARRAYS,
+    COUNT,
+    DISTRIBUTED,
+    DTYPES,
+    NONE,
+    NOT_HELD,
+    NUMERIC,
+    PLACES,
+    SUMMABLE,
+    TREES,
+    Case,
+    named,
+)
 
 import phalanx
 
@@ -19,7 +33,11 @@ def of_strategies():
             phalanx.MirroredStrategy,
             {"devices": ["cpu:0", "cpu:1"]},
             # A flag with three values, and a layout that divides nothing.
-            takes={"weight_update_sharding": {"None", "True"}, "layout": NONE | {"empty dict"}},
+            takes={
+                "devices": {"integer of NumPy"},
+                "weight_update_sharding": {"None", "True"},
+                "layout": NONE | {"empty dict"},
+            },
         ),
         Case(phalanx.StrategyExtended, {"container_strategy": default}, takes={"container_strategy": {"strategy"}}),
         Case(
@@ -27,7 +45,8 @@ def of_strategies():
             {"dataset": np.arange(8.0), "strategy": default, "batch_size": 2},
             takes={
                 "dataset": {"empty list", "set", "range", "list of None", "generator", "Mirrored"}
-                | {"array of NumPy", "empty array", "bool array", "array"},
+                | {"array of NumPy", "empty array", "bool array", "array"}
+                | DTYPES,
                 "strategy": {"strategy"},
                 "batch_size": COUNT,
             },
@@ -61,7 +80,7 @@ def of_verbs(count):
             {"value_fn": lambda context: np.float32(1)},
             functions=("value_fn",),
         ),
-        Case(strategy.replicate, {"tree": jnp.ones(2)}, takes={"tree": NUMERIC}),
+        Case(strategy.replicate, {"tree": jnp.ones(2)}, takes={"tree": NUMERIC | {"key"}}),
         Case(strategy.held, {"variable": variable}, takes={"variable": {"variable"}}),
         Case(
             extended.reduce_to,
@@ -76,7 +95,7 @@ def of_verbs(count):
         Case(
             extended.broadcast_to,
             {"tensor": jnp.ones(2), "destinations": variable},
-            takes={"tensor": NUMERIC, "destinations": PLACES},
+            takes={"tensor": NUMERIC | {"key"}, "destinations": PLACES},
         ),
         Case(extended.call_for_each_replica, {"fn": same, "args": (1.0,)}, takes=called, functions=("fn",)),
         Case(
@@ -100,7 +119,10 @@ def of_verbs(count):
             lambda x: strategy.run(lambda: x), {"x": 1.0}, takes={"x": ALL - {"deleted array", "PerReplica of text"}}
         ),
         "Strategy.run_steps": Case(
-            lambda fn, steps: strategy.run_steps(fn, iter(dataset), steps), {"fn": same, "steps": 2}, functions=("fn",)
+            lambda fn, steps: strategy.run_steps(fn, iter(dataset), steps),
+            {"fn": same, "steps": 2},
+            takes={"steps": {"integer of NumPy"}},
+            functions=("fn",),
         ),
         "Strategy.run_steps(of an iterator)": Case(
             lambda iterator: strategy.run_steps(same, iterator, 2), {"iterator": iter(dataset)}
@@ -119,7 +141,7 @@ def of_verbs(count):
         "Strategy.reduce(of rows)": Case(
             lambda x: strategy.reduce("MEAN", x, axis=0),
             {"x": value},
-            takes={"x": TREES | {"range", "array of NumPy", "empty array", "array", "Mirrored", "variable"}},
+            takes={"x": TREES | DTYPES | {"range", "array of NumPy", "empty array", "array", "Mirrored", "variable"}},
         ),
         "Strategy.gather": Case(
             strategy.gather,
@@ -143,7 +165,7 @@ def of_replicas(count):
         return functools.wraps(method)(lambda **given: strategy.run(lambda: method(context(), **given)))
 
     one, kind = jnp.ones((2, 3)), phalanx.ReplicaContext
-    arrays = {"range", "array of NumPy", "empty array", "bool array", "array", "Mirrored", "variable"}
+    arrays = {"range", "array of NumPy", "empty array", "bool array", "array", "Mirrored", "variable"} | DTYPES
     return named(
         Case(
             kind,

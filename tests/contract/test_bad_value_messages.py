@@ -51,6 +51,7 @@ VERBS = {
     r"container_strategy='x': must be a strategy.*HINT: strategy.extended": lambda: phalanx.StrategyExtended("x"),
     r"strategy='x': must be a strategy.*HINT: phalanx.exp": lambda: phalanx.experimental_set_strategy("x"),
     r"strategy='x': must be a strategy.*HINT: phalanx.get": lambda: phalanx.ReplicaContext("x", 0),
+    r"id_in_sync_group=.*key<fry>.*: must be the number of a replica": lambda: phalanx.ReplicaContext(STRATEGY, KEY),
     r"id_in_sync_group=2: must be the number of a replica, from 0 to 1": lambda: phalanx.ReplicaContext(STRATEGY, 2),
     r"batches=\[\]: must be a tuple of the rows of this replica": lambda: phalanx.ReplicaContext(STRATEGY, 0, []),
     r"fn='x': is not callable.*HINT: strategy.run_steps": lambda: STRATEGY.run_steps("x", iterator(), 2),

@@ -2,6 +2,7 @@
 
 import functools
 
+import jax
 import jax.numpy as jnp
 import keras
 import pytest
@@ -10,6 +11,15 @@ from bad_values import FEW, FUNCTIONS, VALUES, Hung, limited
 
 import phalanx
 from phalanx.errors import PhalanxError
+
+
+@pytest.fixture(scope="module", autouse=True)
+def whole_tracebacks():
+    """JAX looks at the file of each frame of an error, which takes most of the time of thousands of errors."""
+    before = jax.config.jax_traceback_filtering
+    jax.config.update("jax_traceback_filtering", "off")
+    yield
+    jax.config.update("jax_traceback_filtering", before)
 
 
 @pytest.fixture(scope="module")

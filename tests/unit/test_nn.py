@@ -150,7 +150,14 @@ def test_loss_with_other_rows_than_the_batch(strategy):
 
 @pytest.mark.parametrize(
     ("loss", "expected"),
-    [(6.0, 3.0), ([1.0, 5.0], 3.0), (np.float32([2, 4]), 3.0), ([], 0.0), ({"a": [3.0], "b": 3.0}, 3.0)],
+    [
+        (6.0, 3.0),
+        ([1.0, 5.0], 3.0),
+        (np.float32([2, 4]), 3.0),
+        ([], 0.0),
+        ({"a": [3.0], "b": 3.0}, 3.0),
+        (jnp.asarray([2, 4], "int4"), 3.0),
+    ],
 )
 def test_scale_regularization_loss(strategy, loss, expected):
     """The sum divided by the number of replicas; nothing is zero."""

@@ -194,7 +194,7 @@ def bucketized_column(source_column: NumericColumn, boundaries: Sequence[float])
             f"source_column={shown(source_column)}", "must be a numeric_column with one dim at most.", hint
         )
     is_list = isinstance(boundaries, (list, tuple, np.ndarray)) and getattr(boundaries, "ndim", 1) == 1
-    is_list = is_list and all(np.ndim(x) == 0 for x in boundaries)
+    is_list = is_list and not isinstance(boundaries, np.ma.MaskedArray) and all(np.ndim(x) == 0 for x in boundaries)
     numbers = np.asarray(boundaries) if is_list else np.zeros(0)
     if not len(numbers) or numbers.dtype.kind not in "iuf" or not (numbers[:-1] < numbers[1:]).all():
         raise InvalidArgumentError(f"boundaries={shown(boundaries)}", "must be numbers in increasing order.", hint)

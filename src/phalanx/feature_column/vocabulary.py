@@ -176,9 +176,9 @@ def categorical_column_with_vocabulary_list(
     key = checked_key(key)
     try:
         array = np.asarray(vocabulary_list)
-    except (RuntimeError, ValueError):  # A ragged list, or a deleted array.
+    except (RuntimeError, TypeError, ValueError):  # A ragged list, a deleted array, or random keys.
         array = np.zeros(0)
-    if array.ndim != 1 or not array.size:
+    if array.ndim != 1 or not array.size or array.dtype.names:
         raise InvalidArgumentError(
             f"vocabulary_list={shown(vocabulary_list)} of the column of {key!r}",
             "must be a list of words, not empty.",

@@ -1,5 +1,7 @@
 """Vocabularies in lists and files."""
 
+import jax
+import numpy as np
 import pytest
 from refusals import refusals, refused
 
@@ -22,6 +24,8 @@ def test_lines_of_a_file_are_words(content, tmp_path):
 test_bad_vocabularies_are_refused = refusals(
     errors.InvalidArgumentError,
     (lambda: with_list("w", []), r"vocabulary_list=\[\] of the column of 'w': must be a list of words, .*\nHINT: "),
+    (lambda: with_list("w", np.zeros(2, [("a", "f4")])), r"vocabulary_list=.*must be a list of words, not empty"),
+    (lambda: with_list("w", jax.random.split(jax.random.key(0))), r"(?s)vocabulary_list=.*must be a list of words"),
     (lambda: with_list("w", "ab"), r"vocabulary_list='ab' .*must be a list of words, not empty.\nHINT: "),
     (lambda: with_list("w", ["a", "a"]), r"vocabulary_list=.* of the column of 'w': has a word twice.\nHINT: "),
     (lambda: with_list("w", ["a"], dtype=int), r"of the column of 'w': the words have the dtype <U1.\nHINT: "),

@@ -53,7 +53,7 @@ def test_assigned_value_keeps_dtype_and_bits(topology):
     """It is the same, of the same dtype, infinities included."""
     strategy = strategy_of(topology, [1, 1, 2], 4)
     values = [jnp.asarray([0, 1, 3, jnp.inf])]
-    values += [jnp.asarray([0, 1, 3, 1]).astype(dtype) for dtype in ("bfloat16", "int32", "bool")]
+    values += [jnp.asarray([0, 1, 3, 1]).astype(dtype) for dtype in ("bfloat16", "int4", "int32", "bool")]
     assign = strategy.experimental_assign_to_logical_device
     for results in strategy.run(lambda: [[assign(value, device) for value in values] for device in (0, 1)]):
         for result, value in zip(results, values, strict=True):

@@ -13,12 +13,13 @@ from typing_extensions import override
 from phalanx._src.cluster.resolvers.base import ClusterResolver
 from phalanx._src.cluster.resolvers.tpu import TPUClusterResolver
 from phalanx._src.collectives import primitives
+from phalanx._src.collectives.dtypes import term
 from phalanx._src.collectives.local_updates import LocalUpdates
 from phalanx._src.mesh.device_assignment import DeviceAssignment
 from phalanx._src.mesh.layout import MODEL_AXIS, AbstractLayout, LayoutLike, layout_of
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.mesh.tpu_system import devices_of, initialize_tpu_system
-from phalanx._src.options import CommunicationOptions
+from phalanx._src.options import CommunicationOptions, ReduceOp
 from phalanx._src.strategies.synchronous import SynchronousStrategy
 from phalanx._src.tracing import context
 from phalanx._src.typed_jax import partition_spec, with_sharding_constraint
@@ -150,7 +151,7 @@ class TPUStrategy(SynchronousStrategy):
         mask = (jnp.arange(count) == logical_device_id).reshape(-1, *(1,) * value.ndim)
         masked = with_sharding_constraint(jnp.where(mask, value, jnp.zeros_like(value)), self._spec(0, value.ndim + 1))
         # The sum of bools or small integers has another dtype.
-        return masked.sum(0).astype(value.dtype)
+        return term(ReduceOp.SUM, masked).sum(0).astype(value.dtype)
 
     def experimental_split_to_logical_devices(
         self, tensor: ArrayLike, partition_dimensions: Sequence[int]

@@ -56,8 +56,8 @@ class ReplicaContext:
         self, strategy: AbstractStrategy, replica_id_in_sync_group: Any, batches: tuple[ReplicaRows, ...] = ()
     ) -> None:
         check_strategy("strategy", strategy, "phalanx.get_replica_context()")
-        is_id = isinstance(replica_id_in_sync_group, jax.Array) and not replica_id_in_sync_group.shape
-        if not is_id:
+        rank = replica_id_in_sync_group
+        if not isinstance(rank, jax.Array) or rank.shape or not jnp.issubdtype(rank.dtype, jnp.integer):
             arguments.integer(
                 "replica_id_in_sync_group",
                 replica_id_in_sync_group,
