@@ -194,6 +194,7 @@ def of_processes():
                 "max_staleness": NONE | INDEX,
                 "snapshot_every_s": SECONDS,
                 "worker_timeout_s": SECONDS,
+                "resources": NONE | {"empty dict"},
             },
             functions=("variable_partitioner",),
         ),

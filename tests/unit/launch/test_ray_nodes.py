@@ -169,7 +169,7 @@ def test_no_place_for_so_many_workers(phalanx_run, output):
     """The cluster may grow, so the launcher waits; then it says what is missing."""
     process = phalanx_run("", "--workers", "9", PHALANX_START_TIMEOUT_S="2")
     assert process.wait(DEADLINE_S) == 2, output()
-    missing = "after 2 s Ray had no place for 9 workers with 1 CPUs and 0 GPUs each. Free are "
+    missing = "after 2 s Ray had no place for 9 workers with 1 CPU each. Free are "
     assert f"--workers 9: {missing}" in output()
 
 

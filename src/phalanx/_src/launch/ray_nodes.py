@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Self, final
@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from phalanx._src.cluster.connections.listener import reach
 from phalanx._src.cluster.processes.owned import job_of_ray
+from phalanx._src.cluster.processes.places import Places, cores_per_process, needs_gpus
 from phalanx._src.cluster.resolvers.base import optional_module, start_timeout_s
 from phalanx._src.launch.outcome import Ending
 from phalanx._src.launch.output import Stream, kept_lines, wait
@@ -45,16 +46,6 @@ def environment_on_node(of_node: Mapping[str, str], of_launcher: Mapping[str, st
         if not _OF_NODE.match(name) and (_OF_LAUNCHER.match(name) or name not in of_node)
     }
     return {**of_node, **passed_on}
-
-
-def cores_per_worker(cores: Sequence[int], workers: int) -> int:
-    """Returns the most cores that every worker can have, if each runs on one of the nodes with these cores.
-
-    Example:
-      >>> cores_per_worker([8, 8], 2), cores_per_worker([8, 8], 3), cores_per_worker([8, 2], 2), cores_per_worker([], 2)
-      (8, 4, 4, 1)
-    """
-    return next((each for each in range(max(cores, default=1), 1, -1) if sum(n // each for n in cores) >= workers), 1)
 
 
 class NodeHost:
@@ -241,19 +232,23 @@ class RayNodes:
                 "ray start --head on the first machine, and --ray auto there",
             ) from e
         nodes = [node["Resources"] for node in self.ray.nodes() if node["Alive"]]
-        cores = cores_per_worker([int(node["CPU"]) for node in nodes if node.get("CPU")], self._request.workers)
-        gpus = self._gpus_per_worker(int(sum(node.get("GPU", 0) for node in nodes)))
         workers = self._request.workers
+        cores = cores_per_process([int(node.get("CPU", 0)) for node in nodes], workers)
+        gpus = self._gpus_per_worker(int(sum(node.get("GPU", 0) for node in nodes)))
         # As if all places were one machine, which `plan` divides. Workers keep the CUDA_VISIBLE_DEVICES of their actors.
         self._machine = Machine(cores * workers, tuple(map(str, range(gpus * workers))))
-        self._resources = {"num_cpus": cores, "num_gpus": gpus}
-        place = {"CPU": cores, **({"GPU": gpus} if gpus else {})}
-        self._places = self.ray.util.placement_group([place] * workers, strategy="PACK" if gpus else "SPREAD")
+        self._places = Places(
+            [("worker", {"CPU": cores, **({"GPU": gpus} if gpus else {})})] * workers,
+            asked=f"phalanx run --ray {self._address} --workers {workers}",
+            hint="ray status    shows who has them; ask for fewer workers, or end other jobs",
+            timeout_s=self.timeout_s,
+            is_packed=bool(gpus),
+        )
         self.machines = Machines(address=f"{self.ray.util.get_node_ip_address()}:{free_ports(1)[0]}")
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.ray.util.remove_placement_group(self._places)
+        self._places.close()
         self.ray.shutdown()
 
     def plan(self, restart: int) -> list[ProcessSpec]:
@@ -262,22 +257,7 @@ class RayNodes:
         Raises:
           StartupError: the cluster has no place for a worker.
         """
-        find = self.ray.remote(_address)
-        workers = range(self._request.workers)
-        # Ray runs each at its place, and therefore only once it has made that place, perhaps on a new node.
-        references = [find.options(num_cpus=0, scheduling_strategy=self._at(i)).remote() for i in workers]
-        try:
-            addresses = self.ray.get(references, timeout=self.timeout_s)
-        except self.ray.exceptions.GetTimeoutError as e:
-            free = self.ray.available_resources()
-            raise StartupError(
-                f"phalanx run --ray {self._address} --workers {len(workers)}",
-                f"after {self.timeout_s:g} s Ray had no place for {len(workers)} workers with "
-                f"{self._resources['num_cpus']} CPUs and {self._resources['num_gpus']} GPUs each. "
-                f"Free are {free.get('CPU', 0):g} CPUs and {free.get('GPU', 0):g} GPUs.",
-                "ray status    shows who has them; ask for fewer workers, or end other jobs",
-            ) from e
-        hosts, ports = zip(*addresses, strict=True)
+        hosts, ports = zip(*self._places.ask(_address), strict=True)
         return plan(self._request, self._machine, self._environment, ports, hosts=hosts, restart=restart)
 
     def start(self, spec: ProcessSpec, mark: str, started_s: float) -> AbstractWorkerProcess:
@@ -287,19 +267,14 @@ class RayNodes:
     def options(self, index: int) -> dict[str, object]:
         """Returns the options of an actor at the place of a worker."""
         # One thread waits for output, and another passes a signal on.
-        return {**self._resources, "scheduling_strategy": self._at(index), "max_concurrency": 2}
+        return {**self._places.options(index), "max_concurrency": 2}
 
     def _try_connection(self) -> None:
         if (connection := reach(self._address, time.monotonic() + self.timeout_s)) is not None:
             connection.close()
 
-    def _at(self, index: int) -> object:
-        strategies = optional_module("ray.util.scheduling_strategies", "phalanx run --ray", "ray")
-        return strategies.PlacementGroupSchedulingStrategy(self._places, placement_group_bundle_index=index)
-
     def _gpus_per_worker(self, gpus: int) -> int:
-        platforms = self._environment.get("JAX_PLATFORMS") or "cuda"
-        if not gpus or not {"cuda", "gpu"} & set(platforms.split(",")):
+        if not gpus or not needs_gpus(self._environment):
             return 0
         return self._request.devices_per_worker or max(1, gpus // self._request.workers)
 

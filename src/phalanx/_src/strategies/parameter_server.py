@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """`ParameterServerStrategy`: variables on parameter servers, steps on workers, asynchronously."""
 
+import math
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, final
 
 from typing_extensions import override
@@ -46,12 +47,13 @@ class ParameterServerStrategy(Strategy):
 
     Args:
       cluster_resolver: describes a cluster with a chief (this process), workers and parameter servers, on which
-        `phalanx.Server` runs. None reads TF_CONFIG. Without TF_CONFIG, the processes start on this machine. So they do
-        in the evaluator of a cluster, which does not join the others.
+        `phalanx.Server` runs. None reads TF_CONFIG. Without TF_CONFIG, the processes start in the Ray cluster that the
+        script has joined with `ray.init` or that RAY_ADDRESS names, or else on this machine. So they do in the evaluator
+        of a cluster, which does not join the others.
       variable_partitioner: a function from shape and dtype of a variable to the number of shards along each dim, such
         as those in `phalanx.experimental.partitioners`. A server gets at most one shard of a variable.
-      workers: number of workers to start on this machine.
-      ps: number of parameter servers to start on this machine.
+      workers: number of workers to start on this machine or in the Ray cluster.
+      ps: number of parameter servers to start there.
       max_staleness: number of updates of other steps that may be applied after a step has pulled the variables and
         before its own update is applied. None means no limit. 0 means synchronous training: the steps of all workers
         form one update, with the mean of their gradients.
@@ -61,12 +63,15 @@ class ParameterServerStrategy(Strategy):
         for one step, one batch or its dataset function. A silent worker is replaced. In the other cases an error is
         raised.
       dashboard: whether to start the Ray dashboard.
+      resources: what one process of each job needs in a Ray cluster, as in `{"worker": {"CPU": 4, "GPU": 1}, "ps": {"CPU":
+        2}}`. A job without an entry needs one CPU. None gives each worker a GPU if the cluster has some, and otherwise all
+        processes the same number of cores. Has no effect on this machine and with TF_CONFIG.
       local_updates: must be None. Other strategies take it.
 
     Raises:
       InvalidArgumentError: a number is too small, or `local_updates` is not None.
       ClusterError: the cluster does not have a chief, a worker or a parameter server.
-      StartupError: a task of the cluster did not join.
+      StartupError: a task of the cluster did not join, or the Ray cluster has no room for the processes.
       MissingDependencyError: Ray is not installed.
 
     Source: tf.distribute.ParameterServerStrategy; Li et al. 2014 (OSDI).
@@ -97,6 +102,7 @@ class ParameterServerStrategy(Strategy):
         snapshot_every_s: float | None = None,
         worker_timeout_s: float = 30.0,
         dashboard: bool = False,
+        resources: Mapping[str, Mapping[str, float]] | None = None,
         local_updates: None = None,
     ) -> None:
         refuse(local_updates, type(self).__name__, "workers send each update to the servers, which hold all variables.")
@@ -108,6 +114,8 @@ class ParameterServerStrategy(Strategy):
         for name, seconds in (("snapshot_every_s", snapshot_every_s), ("worker_timeout_s", worker_timeout_s)):
             arguments.seconds(name, seconds, hint=f"{name}=30.0")
         arguments.flag("dashboard", dashboard)
+        if resources is not None:
+            _check_resources(resources)
         if variable_partitioner is not None and not callable(variable_partitioner):
             raise InvalidArgumentError(
                 f"variable_partitioner={shown(variable_partitioner)}",
@@ -121,7 +129,7 @@ class ParameterServerStrategy(Strategy):
         # Variables are created on this device, and steps and updates are traced for it. Workers and servers run them.
         self._device = OneDeviceStrategy("cpu:0")
         self.max_staleness, self.worker_timeout_s = max_staleness, worker_timeout_s
-        self.cluster = RayCluster(spec, workers, ps, _START_S, dashboard=dashboard)
+        self.cluster = RayCluster(spec, workers, ps, _START_S, dashboard=dashboard, resources=resources)
         try:
             self.homes = Homes(
                 self.cluster,
@@ -240,6 +248,25 @@ class WorkerSide:
         return dataset_fn(InputContext(num_input_pipelines=1, input_pipeline_id=0, num_replicas_in_sync=1))
 
     experimental_distribute_datasets_from_function = distribute_datasets_from_function
+
+
+def _check_resources(resources: Mapping[str, Mapping[str, float]]) -> None:
+    """Checks what the processes of each job need in a Ray cluster.
+
+    Raises:
+      InvalidArgumentError: it does not map jobs to names and amounts.
+    """
+    hint = 'resources={"worker": {"CPU": 4, "GPU": 1}, "ps": {"CPU": 2}}'
+    if not isinstance(resources, Mapping) or not resources.keys() <= {"worker", "ps"}:
+        raise InvalidArgumentError(f"resources={shown(resources)}", 'must have the keys "worker" and "ps".', hint)
+    for job, needs in resources.items():
+        if not isinstance(needs, Mapping) or not needs or not all(isinstance(name, str) for name in needs):
+            problem = 'must name resources of Ray, such as "CPU".'
+            raise InvalidArgumentError(f'resources["{job}"]={shown(needs)}', problem, hint)
+        for name, amount in needs.items():
+            if isinstance(amount, bool) or not isinstance(amount, int | float) or not 0 < amount < math.inf:
+                problem = "must be a number above 0."
+                raise InvalidArgumentError(f'resources["{job}"]["{name}"]={shown(amount)}', problem, hint)
 
 
 def _cluster_of(resolver: ClusterResolver | None) -> ClusterSpec | None:

@@ -46,6 +46,7 @@ class RuntimeContext(Protocol):
     """Facts about the running Ray."""
 
     gcs_address: str
+    runtime_env: Mapping[str, Mapping[str, object]]
 
 
 class Ray(Protocol):
@@ -66,6 +67,9 @@ class Ray(Protocol):
 
     def shutdown(self) -> None:
         """Ends Ray."""
+
+    def nodes(self) -> Sequence[Mapping[str, Any]]:
+        """Returns descriptions of all machines."""
 
     def cluster_resources(self) -> Mapping[str, float]:
         """Returns the resources of all machines, by name."""

@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -22,13 +23,17 @@ from phalanx._src.cluster.connections.hosts import LOOPBACK, is_loopback, numeri
 from phalanx._src.cluster.connections.listener import split
 from phalanx._src.cluster.connections.secret import TOKEN, new_token, secret_of
 from phalanx._src.cluster.processes.owned import SERVERS_FOLDER, MarkedProcesses, OwnedProcesses
+from phalanx._src.cluster.processes.places import Places, cores_per_process, needs_gpus
+from phalanx._src.cluster.resolvers.base import start_timeout_s
 from phalanx._src.cluster.spec import ClusterSpec, Task, leader
 from phalanx._src.parameter_server.processes.handles import Ray
 from phalanx._src.parameter_server.processes.session import (
+    ADDRESS,
     RAY_START,
     AbstractSession,
     KeptSession,
     Session,
+    join,
     token_variables,
 )
 from phalanx.errors import (
@@ -44,11 +49,12 @@ from phalanx.typing import PyTree
 
 _log = logging.getLogger("phalanx")
 
+_AUTHENTICATION = "RAY_AUTH_MODE"
 _QUIET = {
     # Ray sends usage statistics to its makers by default.
     "RAY_USAGE_STATS_ENABLED": "0",
     # Only clients with the token may connect. Without this, anyone who reaches a port can run code.
-    "RAY_AUTH_MODE": "token",
+    _AUTHENTICATION: "token",
     # A monitor tells everyone how busy the machines are, without a token, unless its port is none.
     "AUTOSCALER_METRIC_PORT": "-1",
     # By default, any call after `ray.shutdown()` starts a new Ray session.
@@ -70,12 +76,20 @@ _POLL_S = 0.2
 _GRACE_S = 5.0
 _STAY_S = 1.0
 _TRIES = 3
+_LEAST = {"worker": {"CPU": 1.0}, "ps": {"CPU": 1.0}}
+"""What a process of each job needs in a Ray cluster, at least."""
+_OF_COORDINATOR = re.compile(r"(JAX|KERAS|NCCL|XLA)_")
+"""The variables of this process that its workers and servers on other nodes need too."""
+_WORKING_DIR = 'ray.init(runtime_env={"working_dir": "."}), or ray job submit --working-dir . , which copy the folder of the script'
 _RAY_TOKEN = "the token of Ray"
 """What the secret of a cluster proves when it makes the token. See `Secret.proof`."""
 
 
-def load_ray() -> Ray:
+def load_ray(*, is_joining: bool = False) -> Ray:
     """Imports Ray with token authentication and without its usual output.
+
+    Args:
+      is_joining: whether this process joins a Ray cluster of the user, which says itself whom it lets in.
 
     Returns:
       The module `ray`.
@@ -86,7 +100,8 @@ def load_ray() -> Ray:
     """
     if "ray" not in sys.modules:
         for name, value in _QUIET.items():
-            os.environ.setdefault(name, value)
+            if name != _AUTHENTICATION or not is_joining:
+                os.environ.setdefault(name, value)
     try:
         ray: Any = importlib.import_module("ray")
     except ImportError as e:
@@ -96,7 +111,7 @@ def load_ray() -> Ray:
         path = next(iter(getattr(ray, "__path__", ())), ray.__name__)
         del sys.modules["ray"]
         raise _missing(f"is not installed: `import ray` finds {path}.")
-    if "RAY_AUTH_MODE" not in os.environ and not ray.is_initialized():
+    if _AUTHENTICATION not in os.environ and not is_joining and not ray.is_initialized():
         raise StartupError(
             "parameter servers after `import ray`",
             "Ray reads its settings when it is imported, and without RAY_AUTH_MODE it accepts any client.",
@@ -117,25 +132,39 @@ def _missing(problem: str) -> MissingDependencyError:
 class RayCluster:
     """The processes of the workers and parameter servers of one strategy.
 
+    Without a `spec` they run in the Ray cluster that this process has joined or RAY_ADDRESS names, or else on this machine.
+
     Args:
-      spec: the cluster, whose tasks join with `Server`. None to start all processes on this machine.
+      spec: the cluster, whose tasks join with `Server`.
       workers: number of workers.
       ps: number of parameter servers.
       timeout_s: seconds to wait for the tasks of `spec`.
       dashboard: whether to start Ray's dashboard.
+      resources: what a process of each job needs in a Ray cluster. None for an equal share of the cluster.
 
     Attributes:
       actors: the actors that were started and not ended.
       outlives: whether actors with a name outlive this process.
+      import_hint: how a module of the user gets to the workers.
 
     Raises:
-      StartupError: Ray did not start, or tasks are missing.
+      StartupError: Ray did not start, tasks are missing, or the Ray cluster has no room.
       ClusterError: two processes have joined as the same task.
       ContextError: another strategy of this process is open, and one of the two uses a cluster.
     """
 
-    def __init__(self, spec: ClusterSpec | None, workers: int, ps: int, timeout_s: float, *, dashboard: bool) -> None:
-        self._ray, self._spec = load_ray(), spec
+    def __init__(
+        self,
+        spec: ClusterSpec | None,
+        workers: int,
+        ps: int,
+        timeout_s: float,
+        *,
+        dashboard: bool,
+        resources: Mapping[str, Mapping[str, float]] | None = None,
+    ) -> None:
+        is_joining = spec is None and bool(os.environ.get(ADDRESS))
+        self._ray, self._spec = load_ray(is_joining=is_joining), spec
         self.workers, self.ps = workers, ps
         self.actors: list[Any] = []
         _require_alone(spec)
@@ -145,10 +174,14 @@ class RayCluster:
         _open.append(self)
         if spec is not None:
             self._start_cluster(spec, timeout_s, dashboard=dashboard)
-        elif not self._ray.is_initialized():
+        elif not self._ray.is_initialized() and not is_joining:
             self._session = self._started(dashboard=dashboard)
         sessions = [cluster._session for cluster in _open if cluster._session is not None]
         self.outlives = spec is None and any(session.outlives for session in sessions)
+        self._places: Places | None = None
+        self.import_hint = "install its module on the machines of the workers"
+        if spec is None and not sessions:
+            self._place(resources)
         self._prefix = f"strategy {next(_numbers)}: "
 
     def actor(self, kind: type, job: str, index: int, *args: PyTree, threads: int, name: str | None = None) -> Any:
@@ -162,11 +195,16 @@ class RayCluster:
           threads: number of calls that the actor runs at the same time.
           name: name under which `kept_actors` returns the actor in the next start of this script. None if it ends with this process.
         """
-        # In a cluster, a custom resource places the actor on the machine of its task.
-        resources = {} if self._spec is None else {_resource(Task(job, index)): 1.0}
-        # Processes on this machine share its cores. In a cluster, each task is assumed to have a machine to itself.
-        cores = max(1, (os.cpu_count() or 1) // (self.workers + self.ps)) if self._spec is None else None
-        options = {"num_cpus": 0, "max_concurrency": threads, "resources": resources}
+        if self._places is not None:
+            options = self._places.options(index + (job == "ps") * self.workers)
+            cores = max(1, int(options["num_cpus"]))
+        elif self._spec is not None:
+            # A custom resource places the actor on the machine of its task, which is assumed to be for that task alone.
+            options, cores = {"num_cpus": 0, "resources": {_resource(Task(job, index)): 1.0}}, None
+        else:
+            # Processes on this machine share its cores.
+            options, cores = {"num_cpus": 0}, max(1, (os.cpu_count() or 1) // (self.workers + self.ps))
+        options["max_concurrency"] = threads
         if self.outlives and name is not None:
             options |= {"name": self._prefix + name, "lifetime": "detached"}
         self.actors.append(self._ray.remote(_started(kind)).options(**options).remote(cores, *args))
@@ -214,11 +252,45 @@ class RayCluster:
         if self._ray.is_initialized():
             for actor in list(self.actors):
                 self.end(actor)
+            if self._places is not None:
+                self._places.close()
         session, self._session = self._session, None
         if session is not None and _open:
             _open[0]._session = session
         elif session is not None:
             session.close()
+
+    def _place(self, resources: Mapping[str, Mapping[str, float]] | None) -> None:
+        """Waits for places in the Ray cluster, and joins it if the script has not.
+
+        Raises:
+          StartupError: the cluster does not answer, has no room, or cannot import Phalanx.
+        """
+        subject = f"ParameterServerStrategy(workers={self.workers}, ps={self.ps}) in a Ray cluster"
+        try:
+            if not self._ray.is_initialized():
+                join(self._ray)
+            self.import_hint = _WORKING_DIR
+            needs = {**_LEAST, **(_share(self._ray, self.workers + self.ps) if resources is None else resources)}
+            names = {"worker": "worker", "ps": "parameter server"}
+            in_runtime_env = self._ray.get_runtime_context().runtime_env.get("env_vars", {})
+            self._places = Places(
+                [(names[job], needs[job]) for job, n in (("worker", self.workers), ("ps", self.ps)) for _ in range(n)],
+                asked=subject,
+                hint="ray status    shows who has them; "
+                'ParameterServerStrategy(resources={"worker": {"CPU": 1}, "ps": {"CPU": 1}}), or fewer of them',
+                timeout_s=start_timeout_s(os.environ),
+                variables={k: v for k, v in os.environ.items() if _OF_COORDINATOR.match(k) and k not in in_runtime_env},
+            )
+            if wrong := sorted({*self._places.ask(_version)} - {_version()}):
+                problem = f"its nodes have Phalanx {', '.join(wrong)}, and this process has {_version()}."
+                raise StartupError(subject, problem, f"pip install phalanx=={_version()} on all nodes")
+        except BaseException as e:
+            self.close()
+            if not isinstance(e, self._ray.exceptions.RayError):
+                raise
+            problem = f"Ray cannot start a process there that imports Phalanx: {str(e).strip().splitlines()[-1]}"
+            raise StartupError(subject, problem, "install Phalanx on all nodes, in the versions of this process") from e
 
     def _started(self, *, dashboard: bool) -> AbstractSession:
         """Starts Ray on the loopback interface."""
@@ -441,6 +513,19 @@ def _started(kind: type) -> type:
 
     Started.__name__ = Started.__qualname__ = kind.__name__
     return Started
+
+
+def _share(ray: Ray, processes: int) -> Mapping[str, Mapping[str, float]]:
+    """Returns the resources of one process of each job: a GPU for a worker if the Ray cluster has some, or else equally many cores."""
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    if needs_gpus(os.environ) and any("GPU" in node for node in nodes):
+        return {"worker": {"CPU": 1.0, "GPU": 1.0}}
+    return dict.fromkeys(_LEAST, {"CPU": cores_per_process([int(node.get("CPU", 0)) for node in nodes], processes)})
+
+
+def _version() -> str:
+    """Returns the version of Phalanx on this node."""
+    return str(importlib.import_module("phalanx").__version__)
 
 
 def _resource(task: Task) -> str:

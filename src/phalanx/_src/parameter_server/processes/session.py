@@ -3,10 +3,12 @@
 
 import importlib
 import os
+import re
 import signal
 import subprocess
 import sys
 import threading
+import time
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -17,10 +19,11 @@ from typing import ClassVar, NoReturn, final
 
 from typing_extensions import override
 
-from phalanx._src.cluster.connections.listener import answers
+from phalanx._src.cluster.connections.listener import answers, reach
 from phalanx._src.cluster.connections.ports import HeldPort
 from phalanx._src.cluster.connections.secret import new_token
 from phalanx._src.cluster.processes.owned import MarkedProcesses, OwnedProcesses, job_of_ray
+from phalanx._src.cluster.resolvers.base import start_timeout_s
 from phalanx._src.launch.processes import MARK
 from phalanx._src.parameter_server.processes.handles import Ray
 from phalanx.errors import StartupError
@@ -29,6 +32,8 @@ _TRIES = 3
 _GRACE_S = 1.0
 _START_S = 300.0
 _NAMESPACE = "phalanx"
+ADDRESS = "RAY_ADDRESS"
+"""The variable with which `ray job submit` and KubeRay name a Ray cluster. `ray.init` reads it."""
 _TOKEN = "RAY_AUTH_TOKEN"
 # The command line of Ray. See `_loopback_kept`.
 _RAY = (
@@ -58,13 +63,12 @@ class AbstractSession(ABC):
         self._ray, self._processes = ray, processes
         self._settings = token_variables(processes.folder, token)
         self._address, self._dashboard = address, dashboard
-        self._on_sigterm = signal.getsignal(signal.SIGTERM)
         try:
-            self._start()
+            with _sigterm_kept():
+                self._start()
         except BaseException:
             self.close()
             raise
-        _set_sigterm(_end if self._on_sigterm in (signal.SIG_DFL, None) else self._on_sigterm)
 
     def close(self) -> None:
         """Ends the connection, and the processes if they do not outlive this one."""
@@ -211,6 +215,30 @@ class KeptSession(AbstractSession):
         return str(port)
 
 
+def join(ray: Ray) -> None:
+    """Connects this process with the Ray cluster that RAY_ADDRESS names, until its end.
+
+    Raises:
+      StartupError: the cluster does not answer.
+    """
+    address = os.environ[ADDRESS]
+    try:
+        # Ray itself tries for minutes, and says nothing that a user understands.
+        if re.fullmatch(r"[^/]+:[0-9]+", address) and (
+            connection := reach(address, time.monotonic() + start_timeout_s(os.environ))
+        ):
+            connection.close()
+        with _sigterm_kept():
+            ray.init(configure_logging=False, job_config=job_of_ray(ray))
+    except Exception as e:  # Ray raises many kinds.
+        raise StartupError(
+            f"{ADDRESS}={address}",
+            f"this Ray cluster does not answer: {str(e).strip().partition(chr(10))[0]}",
+            f"{ADDRESS}=auto on a node of the cluster, with its RAY_AUTH_MODE and RAY_AUTH_TOKEN; "
+            f"unset {ADDRESS} to start the processes on this machine",
+        ) from e
+
+
 RAY_START = (sys.executable, "-P", "-c", _RAY, "start")
 """The command that starts Ray's processes on this machine, without its options."""
 
@@ -255,6 +283,14 @@ def _loopback_kept() -> Iterator[None]:
         yield
     finally:
         vars(services)["resolve_ip_for_localhost"] = resolve
+
+
+@contextmanager
+def _sigterm_kept() -> Iterator[None]:
+    """Calls of `ray.init` inside the context leave the handler of SIGTERM as it is, or else `finally` blocks run."""
+    handler = signal.getsignal(signal.SIGTERM)
+    yield
+    _set_sigterm(_end if handler in (signal.SIG_DFL, None) else handler)
 
 
 def _set_sigterm(handler: Callable[[int, FrameType | None], object] | int) -> None:

@@ -190,7 +190,7 @@ class ReplaceableWorker:
             raise InvalidArgumentError(
                 _asked(resource),
                 f"worker {self.pusher.worker} cannot load it: {reason}",
-                "define it in the script itself, or install its module on the machines of the workers",
+                f"define it in the script itself, or {self._cluster.import_hint}",
             ) from e
 
     def _sent(self, resource: PerWorkerValues) -> Any:
