@@ -57,6 +57,15 @@ def test_stream_gives_whole_lines_first():
     assert [(line.text, line.is_error) for line in kept] == [("a", True), ("b", True)]
 
 
+@pytest.mark.parametrize("before", ["", "50%|###   |", "the end\n", "a\n\nb\n"])
+def test_report_without_an_empty_line(before):
+    """A report of a watch begins with the end of a line. It ends that of a progress bar, and is nothing otherwise."""
+    one = stream(f"{before}\nPhalanx: rank 1 has ended\n".encode(), kept_lines(), is_error=True)
+    lines = [*before.splitlines(), "Phalanx: rank 1 has ended"]
+    assert one.read().decode() == "".join(f"[worker 0] {line}\n" for line in lines)
+    one.close()
+
+
 def test_kept_lines_are_few_and_short():
     """Of what a worker prints little is kept, whatever it prints: the last lines, and the beginning of each."""
     kept = kept_lines()

@@ -94,6 +94,10 @@ class Stream:
         return self._pass(self._lines.rest())
 
     def _pass(self, lines: list[bytes]) -> bytes:
+        # A report begins with a newline, to end the line of a progress bar. It is an empty line if there is none.
+        if self._is_error:
+            pairs = zip(lines, [*lines[1:], b""], strict=False)
+            lines = [line for line, after in pairs if line or not after.startswith(b"Phalanx: ")]
         # The queue would drop the lines before, so they need not be decoded.
         for line in lines[-_KEPT_LINES:]:
             # A character takes at most four bytes in UTF-8.
