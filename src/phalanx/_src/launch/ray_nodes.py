@@ -238,7 +238,7 @@ class RayNodes:
         # As if all places were one machine, which `plan` divides. Workers keep the CUDA_VISIBLE_DEVICES of their actors.
         self._machine = Machine(cores * workers, tuple(map(str, range(gpus * workers))))
         self._places = Places(
-            [("worker", {"CPU": cores, **({"GPU": gpus} if gpus else {})})] * workers,
+            lambda: [("worker", {"CPU": cores, **({"GPU": gpus} if gpus else {})})] * workers,
             asked=f"phalanx run --ray {self._address} --workers {workers}",
             hint="ray status    shows who has them; ask for fewer workers, or end other jobs",
             timeout_s=self.timeout_s,

@@ -29,6 +29,9 @@ class JoinedRay:
         self.groups, self.started, self.error, self.answer, self.is_ready = [], [], None, None, True
         self.util = SimpleNamespace(placement_group=self._group, remove_placement_group=self.groups.remove)
 
+    def on_wait(self):
+        """Is called when there may be places."""
+
     def _group(self, bundles, strategy):
         self.groups.append(SimpleNamespace(bundles=bundles, strategy=strategy, ready=object))
         return self.groups[-1]
@@ -60,6 +63,7 @@ class JoinedRay:
         return len(self.started)
 
     def wait(self, references, timeout):
+        self.on_wait()
         return (references, []) if self.is_ready else ([], references)
 
     def get(self, references, timeout):
@@ -83,7 +87,6 @@ def join(monkeypatch):
 
     # The tests run on CPUs, so no process would ask for a GPU.
     monkeypatch.delenv("JAX_PLATFORMS", raising=False)
-    monkeypatch.setenv("PHALANX_START_TIMEOUT_S", "7")
     return join
 
 
@@ -142,18 +145,40 @@ def test_variables_of_the_script(join, monkeypatch):
     assert options["scheduling_strategy"] == {"CPU": 2}
 
 
-def test_starts_that_fail(join, caplog):
+def test_a_node_is_lost_before_the_start(join, caplog):
+    """Ray notices it late: while there is no room, equal shares are those of the nodes that are left."""
+    joined = join({"CPU": 8.0}, {"CPU": 8.0})
+
+    def lose():
+        joined.is_ready, joined.on_wait = False, lose_at_last
+
+    def lose_at_last():
+        joined.is_ready = len(joined._nodes) == 1
+        joined._nodes = joined._nodes[:1]
+
+    joined.on_wait = lose
+    cluster_of()
+    (group,) = joined.groups
+    assert group.bundles == [{"CPU": 2}] * 4
+    text = "waiting for places for 2 workers with {0} CPU each and 2 parameter servers with {0} CPU each in"
+    assert [message.startswith(text.format(n)) for message, n in zip(caplog.messages, (4, 2), strict=True)] == [
+        True
+    ] * 2
+
+
+def test_starts_that_fail(join, caplog, monkeypatch):
     """No room, nodes that cannot import Phalanx, and those with another version. No place is kept."""
+    monkeypatch.setenv("PHALANX_START_TIMEOUT_S", "0.1")
     joined = join({"CPU": 2.0})
     joined.error, joined.is_ready = GetTimeoutError("no result"), False
     room = "2 workers with 1 CPU each and 1 parameter server with 1 CPU each"
     with pytest.raises(
-        StartupError, match=rf"after 7 s Ray had no place for {room}\. Free are 0.5 CPU\.[\s\S]*HINT: ray"
+        StartupError, match=rf"after 0.1 s Ray had no place for {room}\. Free are 0.5 CPU\.[\s\S]*HINT: ray"
     ):
         cluster_of(ps=1)
     assert caplog.messages == [f"waiting for places for {room} in the Ray cluster. Free are 0.5 CPU."]
     joined.is_ready = True
-    with pytest.raises(StartupError, match=rf"after 7 s Ray started no process at the places for {room}\.\nHINT: ray"):
+    with pytest.raises(StartupError, match=rf"after 0.1 s Ray started no process at the places for {room}\. Free"):
         cluster_of(ps=1)
     joined.error = RayError("a stack\nModuleNotFoundError: No module named 'phalanx'\n")
     with pytest.raises(

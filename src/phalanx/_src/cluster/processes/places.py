@@ -11,6 +11,7 @@ from phalanx._src.cluster.resolvers.base import optional_module
 from phalanx.errors import StartupError
 
 R = TypeVar("R")
+Needs = Sequence[tuple[str, Mapping[str, float]]]
 
 _log = logging.getLogger("phalanx")
 
@@ -42,7 +43,8 @@ class Places:
     They are spread over the nodes. If a node is lost, Ray makes its places again on others.
 
     Args:
-      needs: for each process the name of its job, and its resources by Ray's names, such as `{"CPU": 4}`.
+      needs: returns for each process the name of its job, and its resources by Ray's names, such as `{"CPU": 4}`. While there is no
+        room for them, it is called again: nodes come, and Ray notices late that one is lost.
       asked: what needs the places, for messages.
       hint: what to do if there is no room for them.
       timeout_s: how long to wait for them, in seconds.
@@ -52,7 +54,7 @@ class Places:
 
     def __init__(
         self,
-        needs: Sequence[tuple[str, Mapping[str, float]]],
+        needs: Callable[[], Needs],
         *,
         asked: str,
         hint: str,
@@ -63,34 +65,43 @@ class Places:
         self._ray = optional_module("ray", asked, "ray")
         self._asked, self._hint, self._timeout_s = asked, hint, timeout_s
         self._options = {"runtime_env": {"env_vars": dict(variables)}} if variables else {}
-        self._resources = [dict(resources) for _, resources in needs]
-        counts = Counter((job, _listed(resources)) for job, resources in needs)
-        self._described = " and ".join(
-            f"{n} {job}{'s' * (n > 1)} with {each} each" for (job, each), n in counts.items()
-        )
-        strategy = "PACK" if is_packed else "SPREAD"
-        self._group = self._ray.util.placement_group(self._resources, strategy=strategy)
+        self._needs, self._strategy = needs, "PACK" if is_packed else "SPREAD"
+        self._make(needs())
 
     def ask(self, function: Callable[[], R]) -> list[R]:
         """Calls a function at each place, once Ray has made all of them, and returns the results.
 
         Raises:
-          StartupError: the cluster has no room for them.
+          StartupError: the cluster has no room for them, or Ray starts no processes.
         """
         deadline_s = time.monotonic() + self._timeout_s
-        call, ready = self._ray.remote(function), self._group.ready()
-        # Ray runs each at its place, and therefore only once it has made that place, perhaps on a new node.
-        references = [call.options(**self._at(i), num_cpus=0).remote() for i in range(len(self._resources))]
-        if not self._ray.wait([ready], timeout=min(_NOTE_S, self._timeout_s))[0]:
-            _log.warning("waiting for places for %s in the Ray cluster. Free are %s.", self._described, self._free())
+        problem, noted = "had no place", ""
         try:
-            answers: list[R] = self._ray.get(references, timeout=max(0.0, deadline_s - time.monotonic()))
+            while (left_s := deadline_s - time.monotonic()) > 0:
+                if self._ray.wait([self._group.ready()], timeout=min(_NOTE_S, left_s))[0]:
+                    problem = "started no process at the places"
+                    return self._answers(function, left_s)
+                if (needs := self._needs()) != self._made:
+                    self.close()
+                    self._make(needs)
+                if noted != (noted := f"places for {self._described} in the Ray cluster. Free are {self._free()}."):
+                    _log.warning("waiting for %s", noted)
         except self._ray.exceptions.GetTimeoutError:
-            is_ready = self._ray.wait([ready], timeout=0)[0]
-            why = "started no process at the places" if is_ready else "had no place"
-            free = "" if is_ready else f" Free are {self._free()}."
-            problem = f"after {self._timeout_s:g} s Ray {why} for {self._described}.{free}"
-            raise StartupError(self._asked, problem, self._hint) from None
+            pass
+        problem = f"after {self._timeout_s:g} s Ray {problem} for {self._described}. Free are {self._free()}."
+        raise StartupError(self._asked, problem, self._hint)
+
+    def _make(self, needs: Needs) -> None:
+        self._made, self._resources = needs, [dict(resources) for _, resources in needs]
+        counts = Counter((job, _listed(resources)) for job, resources in needs)
+        texts = [f"{n} {job}{'s' * (n > 1)} with {each} each" for (job, each), n in counts.items()]
+        self._described = " and ".join(texts)
+        self._group = self._ray.util.placement_group(self._resources, strategy=self._strategy)
+
+    def _answers(self, function: Callable[[], R], timeout_s: float) -> list[R]:
+        call = self._ray.remote(function)
+        references = [call.options(**self._at(i), num_cpus=0).remote() for i in range(len(self._resources))]
+        answers: list[R] = self._ray.get(references, timeout=timeout_s)
         return answers
 
     def options(self, index: int) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from phalanx._src.cluster.connections.hosts import LOOPBACK, is_loopback, numeri
 from phalanx._src.cluster.connections.listener import split
 from phalanx._src.cluster.connections.secret import TOKEN, new_token, secret_of
 from phalanx._src.cluster.processes.owned import SERVERS_FOLDER, MarkedProcesses, OwnedProcesses
-from phalanx._src.cluster.processes.places import Places, cores_per_process, needs_gpus
+from phalanx._src.cluster.processes.places import Needs, Places, cores_per_process, needs_gpus
 from phalanx._src.cluster.resolvers.base import start_timeout_s
 from phalanx._src.cluster.spec import ClusterSpec, Task, leader
 from phalanx._src.parameter_server.processes.handles import Ray
@@ -76,8 +76,6 @@ _POLL_S = 0.2
 _GRACE_S = 5.0
 _STAY_S = 1.0
 _TRIES = 3
-_LEAST = {"worker": {"CPU": 1.0}, "ps": {"CPU": 1.0}}
-"""What a process of each job needs in a Ray cluster, at least."""
 _OF_COORDINATOR = re.compile(r"(JAX|KERAS|NCCL|XLA)_")
 """The variables of this process that its workers and servers on other nodes need too."""
 _WORKING_DIR = 'ray.init(runtime_env={"working_dir": "."}), or ray job submit --working-dir . , which copy the folder of the script'
@@ -271,11 +269,9 @@ class RayCluster:
             if not self._ray.is_initialized():
                 join(self._ray)
             self.import_hint = _WORKING_DIR
-            needs = {**_LEAST, **(_share(self._ray, self.workers + self.ps) if resources is None else resources)}
-            names = {"worker": "worker", "ps": "parameter server"}
             in_runtime_env = self._ray.get_runtime_context().runtime_env.get("env_vars", {})
             self._places = Places(
-                [(names[job], needs[job]) for job, n in (("worker", self.workers), ("ps", self.ps)) for _ in range(n)],
+                functools.partial(_needs, self._ray, self.workers, self.ps, resources),
                 asked=subject,
                 hint="ray status    shows who has them; "
                 'ParameterServerStrategy(resources={"worker": {"CPU": 1}, "ps": {"CPU": 1}}), or fewer of them',
@@ -515,12 +511,15 @@ def _started(kind: type) -> type:
     return Started
 
 
-def _share(ray: Ray, processes: int) -> Mapping[str, Mapping[str, float]]:
-    """Returns the resources of one process of each job: a GPU for a worker if the Ray cluster has some, or else equally many cores."""
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    if needs_gpus(os.environ) and any("GPU" in node for node in nodes):
-        return {"worker": {"CPU": 1.0, "GPU": 1.0}}
-    return dict.fromkeys(_LEAST, {"CPU": cores_per_process([int(node.get("CPU", 0)) for node in nodes], processes)})
+def _needs(ray: Ray, workers: int, ps: int, resources: Mapping[str, Mapping[str, float]] | None) -> Needs:
+    """Returns the resources of each worker and server in a Ray cluster. See `ParameterServerStrategy`."""
+    if resources is None:
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        cores = cores_per_process([int(node.get("CPU", 0)) for node in nodes], workers + ps)
+        has_gpus = needs_gpus(os.environ) and any("GPU" in node for node in nodes)
+        resources = {"worker": {"CPU": 1, "GPU": 1}} if has_gpus else dict.fromkeys(("worker", "ps"), {"CPU": cores})
+    jobs = [("worker", "worker")] * workers + [("parameter server", "ps")] * ps
+    return [(name, resources.get(job, {"CPU": 1})) for name, job in jobs]
 
 
 def _version() -> str:
