@@ -194,6 +194,25 @@ def test_starts_that_fail(join, caplog, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("text", "is_tried_again"),
+    [
+        ("raylet exited unexpectedly", True),
+        ("The current node timed out during startup. This could happen because ...", True),
+        ("RuntimeError: Version mismatch", False),
+    ],
+)
+def test_server_tries_again_on_a_busy_machine(text, is_tried_again):
+    """Its Ray may start too late the first time. Other errors, and the last try, end it."""
+    server = ray.Server({"chief": ["a:1"], "worker": ["a:2"], "ps": ["a:3"]}, "worker", 0)
+    chief = SimpleNamespace(is_open=lambda _: True)
+    node = SimpleNamespace(poll=lambda: 1, stdout=SimpleNamespace(read=lambda: text))
+    if is_tried_again:
+        assert not server._stay(chief, node, is_last=False)
+    with pytest.raises(StartupError, match=f"Ray ended after 0 s:\\n{text}"):
+        server._stay(chief, node, is_last=is_tried_again)
+
+
+@pytest.mark.parametrize(
     ("resources", "why"),
     [
         ([], r'resources=\[\]: must have the keys "worker" and "ps"'),
