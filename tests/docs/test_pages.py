@@ -1,8 +1,10 @@
 """The Python blocks of pages, run as programs on two virtual CPU devices, and what the pages say that they print."""
 
 import importlib.util
+import json
 import os
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -196,3 +198,57 @@ def test_slurm_script_of_the_page_is_that_of_the_command():
     assert templates.slurm(request, max_restarts=3).strip("\n") + "\n" in [
         block for _, block in blocks("docs/clusters.md", "")
     ]
+
+
+SLURM = {
+    "SLURM_STEP_NUM_TASKS": "5",
+    "SLURM_STEP_NODELIST": "n[1-3]",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1,2",
+    "SLURM_DISTRIBUTION": "block",
+}
+KUBERNETES = {"PHALANX_NUM_PODS": "5", "JOBSET_NAME": "t", "REPLICATED_JOB_NAME": "worker"}
+LAUNCHED = {"cluster": {"worker": [f"h:{port}" for port in range(1, 6)]}}
+
+
+@pytest.mark.parametrize(
+    ("resolver", "variables", "addresses"),
+    [
+        ("Slurm", lambda rank: {**SLURM, "SLURM_PROCID": f"{rank}"}, "n1:8888 n1:8889 n2:8888 n3:8888 n3:8889"),
+        (
+            "Kubernetes",
+            lambda rank: {**KUBERNETES, "JOB_COMPLETION_INDEX": f"{rank}"},
+            " ".join(f"t-worker-0-{i}.t:8470" for i in range(5)),
+        ),
+        (
+            "TFConfig",
+            lambda rank: {"TF_CONFIG": json.dumps({**LAUNCHED, "task": {"type": "worker", "index": rank}})},
+            "h:1 h:2 h:3 h:4 h:5",
+        ),
+    ],
+    ids=["Slurm", "Kubernetes", "phalanx run"],
+)
+def test_processes_of_a_group_get_jobs(resolver, variables, addresses, tmp_path, monkeypatch):
+    """`roles.py` of the page runs the script as chief, evaluator, server and workers, with the arguments of the script."""
+    (program,) = (block for _, block in blocks("docs/clusters.md", "") if "# roles.py" in block)
+    (tmp_path / "roles.py").write_text(program.replace("SlurmClusterResolver", f"{resolver}ClusterResolver"))
+    (tmp_path / "train.py").write_text(
+        "import json, os, pathlib, sys\n"
+        "pathlib.Path(sys.argv[1]).write_text(json.dumps([os.environ['TF_CONFIG'], *sys.argv[2:]]))\n"
+    )
+    tasks, clusters = [], []
+    for rank in range(5):
+        with monkeypatch.context() as patch:
+            for name, value in variables(rank).items():
+                patch.setenv(name, value)
+            patch.setenv("TF_CONFIG", os.environ.get("TF_CONFIG", ""))
+            patch.setattr(
+                sys, "argv", ["roles.py", *map(str, (tmp_path / "train.py", tmp_path / "said", "--steps", 3))]
+            )
+            runpy.run_path(str(tmp_path / "roles.py"))
+        config, *arguments = json.loads((tmp_path / "said").read_text())
+        assert arguments == ["--steps", "3"]
+        tasks.append(tuple(json.loads(config)["task"].values()))
+        clusters.append(json.loads(config)["cluster"])
+    assert tasks == [("chief", 0), ("evaluator", 0), ("ps", 0), ("worker", 0), ("worker", 1)]
+    chief, evaluator, server, *workers = addresses.split()
+    assert clusters == [{"chief": [chief], "evaluator": [evaluator], "ps": [server], "worker": workers}] * 5
