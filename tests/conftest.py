@@ -129,6 +129,7 @@ SHARED = {
 """The files whose tests share processes for the whole session, or calls, and so run in one process of pytest."""
 
 ALONE = (
+    "tests/cluster/parameter_server/test_ray_clusters.py",
     "tests/cluster/parameter_server/test_restarts.py",
     "tests/cluster/parameter_server/test_separate_processes.py",
 )
