@@ -142,7 +142,7 @@ def scale_regularization_loss(regularization_loss: PyTree) -> jax.Array:
             "it works only in replica context.",
             "call it in the replica function",
         )
-    total = sum(term(ReduceOp.SUM, primitives.as_array(x)).sum() for x in jax.tree.leaves(regularization_loss))
+    total = sum(term(ReduceOp.SUM, primitives.to_array(x)).sum() for x in jax.tree.leaves(regularization_loss))
     if (
         context.current().averaging
     ):  # In a `train_step`, the losses are weighted by shares of the batch, which add up to 1.

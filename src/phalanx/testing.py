@@ -197,7 +197,7 @@ def assert_in_sync(*objects: object) -> None:
         if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer) or leaf.is_deleted():
             for variable in variables_of("assert_in_sync", leaf):
                 home, value = slot_of(variable).home, raw_value(variable)
-                if home is not None and value is not None:
+                if home is not None and home.has_devices and value is not None:
                     values = homes.setdefault(id(home), (home, []))[1]
                     values.append(_Value(variable.path, value, sharding_of(home, variable)))
         elif (

@@ -67,7 +67,10 @@ def test_replicas_are_found_in_sync(strategy):
     phalanx.testing.assert_in_sync(model, model.optimizer, [model.weights[0], model.layers[0]])
     model.weights[0].assign(np.ones((2, 3)))
     phalanx.testing.assert_in_sync(model)
-    phalanx.testing.assert_in_sync(keras.Variable(1.0))
+    alone = keras.Variable(1.0)
+    phalanx.testing.assert_in_sync(alone)
+    phalanx.function(lambda: alone.assign_add(1.0))()
+    phalanx.testing.assert_in_sync(alone)
     for values, where in (
         (([1, 1, 1], [1, 2, 1], [1, 1, 1]), "(replica 1 of 3) differs from most replicas"),
         (([0, 0, 0], [1, 1, 1], [1, 1, 1]), "(replica 0 of 3) differs from most replicas"),

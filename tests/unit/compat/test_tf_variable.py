@@ -159,3 +159,16 @@ def test_a_value_of_64_bits_is_refused():
         phalanx.Variable(np.array([2**40, 5]), dtype="int64")
     with pytest.raises(InputError, match="jax_enable_x64"):
         phalanx.Variable(2**70)
+
+
+@pytest.mark.parametrize("use", [list, sum, lambda v: 1.0 in v, lambda v: v[0], lambda v: max(v)])
+def test_a_scalar_has_no_elements(strategy, use):
+    """An IndexError would end a loop as if the variable were empty."""
+    with strategy.scope():
+        v = keras.Variable(1.0, name="v")
+    with pytest.raises(
+        VariableError, match=r"'v' \(\) float32\[0\]: a scalar has no elements.\nHINT: float\(variable\)"
+    ) as e:
+        use(v)
+    assert not isinstance(e.value, IndexError)
+    assert float(v[...]) == 1.0

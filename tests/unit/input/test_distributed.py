@@ -11,7 +11,7 @@ from simulation import DEADLINE_S, content, mirrored, prefetching
 
 import phalanx
 from phalanx._src.typed_jax import OpenSpec
-from phalanx.errors import CardinalityError, InputError, InvalidArgumentError, OutOfRangeError
+from phalanx.errors import CardinalityError, ContextError, InputError, InvalidArgumentError, OutOfRangeError
 from phalanx.testing import assert_restores_everywhere
 
 
@@ -257,3 +257,23 @@ def test_evaluation_is_exact(replicas, kind):
         strategy.run(step, args=(batch,))
     assert float(loss.result()) == pytest.approx(((x - y) ** 2).mean(), rel=1e-6)
     assert float(accuracy.result()) == pytest.approx(((x > 0.5) == y).mean(), rel=1e-6)
+
+
+@pytest.mark.parametrize("wrapped", [lambda x: x, lambda x: (x, x), lambda x: {"a": [x]}], ids=["one", "pair", "dict"])
+@pytest.mark.parametrize("batched", [True, False], ids=["batches", "rows"])
+def test_values_of_replicas_are_no_dataset(wrapped, batched):
+    """JAX would take the replicas for rows, because a `PerReplica` is a pytree."""
+    strategy = mirrored(2)
+    batch = wrapped(next(iter(strategy.experimental_distribute_dataset(np.arange(8.0), batch_size=4))))
+    call = lambda dataset, **size: list(strategy.experimental_distribute_dataset(dataset, **size))  # noqa: E731
+    with pytest.raises(ContextError, match="a PerReplica used as an array.*\nHINT: .*strategy.gather"):
+        call([batch]) if batched else call(batch, batch_size=2)
+
+
+def test_mirrored_values_are_arrays_of_rows():
+    strategy = mirrored(2)
+    rows = strategy.run(lambda: phalanx.Mirrored(keras.ops.arange(3)))
+    assert flat(strategy.experimental_distribute_dataset(rows, batch_size=2)) == [0, 1, 2]
+    scalar = strategy.run(lambda: phalanx.Mirrored(keras.ops.ones(())))
+    with pytest.raises(InputError, match="every leaf must be an array"):
+        strategy.experimental_distribute_dataset(scalar, batch_size=2)

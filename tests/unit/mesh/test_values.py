@@ -60,6 +60,12 @@ def test_repr_is_that_of_tf_distribute(value):
         lambda v: v.astype("int32"),
         lambda v: v.numpy(),
         lambda v: 1 in v,
+        lambda v: np.arange(3)[v],
+        lambda v: jnp.arange(3)[v],
+        jax.typeof,
+        jax.vmap(lambda x: x + 1),
+        lambda v: jax.lax.scan(lambda total, x: (total + x, None), 0, v),
+        lambda v: jax.tree.map(jnp.sum, v) + 1,
     ],
 )
 def test_per_replica_is_no_array(value, use):

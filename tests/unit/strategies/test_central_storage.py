@@ -209,3 +209,24 @@ def test_parameter_device_holds_the_variables():
         v = keras.Variable(1.0)
     assert strategy.extended.variable_created_in_scope(v)
     assert strategy.extended.update(v, lambda v: v.assign(2.0), group=False)[0] == 2.0
+
+
+def test_results_and_variables_are_combined(strategy):
+    """Although they are on different devices: what `reduce`, `gather` and functions return, and `Mirrored` values."""
+    with strategy.scope():
+        v, mean = keras.Variable(3.0), keras.metrics.Mean()
+    count = strategy.num_replicas_in_sync
+    ones = strategy.run(lambda: keras.ops.ones(1) * v / v)
+    total = strategy.reduce("SUM", ones, axis=None)[0]
+    mirrored = strategy.run(lambda: phalanx.Mirrored(v * 2))
+    of_function = phalanx.function(lambda x: strategy.reduce("SUM", x, axis=None))(ones)
+    for result, expected in ((total, count), (strategy.gather(ones, axis=0)[-1], 1), (of_function[0], count)):
+        assert float(v * result) == float(result * v) == 3 * expected
+        assert float(keras.ops.maximum(v, result)) == max(3, expected)
+    assert float(v + mirrored) == float(mirrored + v) == 9
+    v.assign_add(total)
+    mean.update_state(total)
+    strategy.extended.update(v, lambda v, x: v.assign_sub(x), args=(total,))
+    assert float(v) == 3
+    assert float(mean.result()) == count
+    assert v.value.devices() == {jax.devices()[0]}

@@ -116,7 +116,7 @@ def test_gather_concatenates_real_rows_in_order(strategy, components, axis, expe
 @pytest.mark.parametrize(
     ("components", "axis", "error", "match"),
     [
-        ((1.0, 2.0), 0, ReduceOpError, "axis=0: a scalar has no dims"),
+        ((1.0, 2.0), 0, ReduceOpError, r"axis=0: a scalar has no dims.\nHINT: jnp.reshape\(x, 1\), and axis=0"),
         (([1.0], [2.0]), 1, ReduceOpError, "axis=1: the value has dims 0 to 0"),
         (([1.0], [2.0]), None, ReduceOpError, "axis=None: must be an integer"),
         (
@@ -207,3 +207,10 @@ def test_lone_mirrored_result_is_told_apart(strategy):
     assert isinstance(strategy.run(lambda: Mirrored(jnp.ones(2))), Mirrored)
     replica_ids = strategy.run(lambda: jnp.ones(()) * phalanx.get_replica_context().replica_id_in_sync_group)
     assert [float(x) for x in replica_ids.values] == [0.0, 1.0]
+
+
+def test_random_keys_are_gathered_and_not_reduced(strategy):
+    keys = strategy.run(lambda: jax.random.split(jax.random.key(0)))
+    with pytest.raises(ReduceOpError, match="dtype key<fry>: random keys have no sum or mean.\nHINT: strategy.exp"):
+        strategy.reduce("SUM", keys, axis=None)
+    assert strategy.gather(keys, axis=0).shape == (4,)

@@ -42,6 +42,10 @@ _COLLECTIVES = (
 )
 
 
+A_DIM = "jnp.reshape(x, 1), and axis=0"
+"""What makes a scalar an array that can be gathered."""
+
+
 def as_array(value: ArrayLike) -> jax.Array:
     """Returns `value` as an array of numbers, bools included.
 
@@ -111,9 +115,12 @@ def to_array(value: ArrayLike) -> jax.Array:
     """Returns `value` as an array that can be summed.
 
     Raises:
-      ReduceOpError, ContextError: as `as_array`, and for bools.
+      ReduceOpError, ContextError: as `as_array`, and for bools and random keys.
     """
-    array = as_array(value)
+    array = as_any_array(value)
+    if jnp.issubdtype(array.dtype, jax.dtypes.prng_key):
+        hint = "strategy.experimental_local_results(value), or jax.random.key_data(key)"
+        raise ReduceOpError(f"a value of dtype {array.dtype}", "random keys have no sum or mean.", hint)
     if array.dtype == jnp.bool_:
         raise ReduceOpError("a value of dtype bool", "bools have no sum or mean.", 'value.astype("int32")')
     return array
@@ -196,7 +203,7 @@ def all_gather(
 
     def gather(value: jax.Array) -> jax.Array:
         array = as_any_array(value)
-        dim_ = canonical_dim(dim, array.ndim, "axis")
+        dim_ = canonical_dim(dim, array.ndim, A_DIM)
         if num_replicas == 1:
             return array
         sizes = None if sizes_of is None else sizes_of(array.shape[dim_])
@@ -277,15 +284,20 @@ def communicates(eqn: jex.JaxprEqn) -> bool:
     return eqn.primitive.name.startswith(_COLLECTIVES) or any(communicates(e) for jaxpr in inner for e in jaxpr.eqns)
 
 
-def canonical_dim(dim: int, ndim: int, name: str) -> int:
-    """Returns `dim` as a non-negative index.
+def canonical_dim(dim: int, ndim: int, of_scalar: str = "axis=None") -> int:
+    """Returns `dim`, an argument `axis`, as a non-negative index.
+
+    Args:
+      dim: the dim.
+      ndim: the number of dims.
+      of_scalar: what to write instead if there are none.
 
     Raises:
       ReduceOpError: `dim` is not an integer from -ndim to ndim - 1.
     """
     if not arguments.is_integer(dim):
-        raise ReduceOpError(f"{name}={shown(dim)}", "must be an integer.", f"{name}=0")
+        raise ReduceOpError(f"axis={shown(dim)}", "must be an integer.", "axis=0")
     if not -ndim <= dim < ndim:
         where = "a scalar has no dims" if ndim == 0 else f"the value has dims 0 to {ndim - 1}"
-        raise ReduceOpError(f"{name}={dim}", f"{where}.", f"{name}=None" if ndim == 0 else f"{name}=0")
+        raise ReduceOpError(f"axis={dim}", f"{where}.", of_scalar if ndim == 0 else "axis=0")
     return dim % ndim

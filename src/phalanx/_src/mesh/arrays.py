@@ -125,7 +125,7 @@ def to_host(tree: PyTree, name: str) -> PyTree:
     Raises:
       InputError: see `as_array`. The message names the leaf.
     """
-    return map_named(_to_host_leaf, tree, name, is_leaf=is_sparse)
+    return map_named(_to_host_leaf, tree, name, is_leaf=is_one_array)
 
 
 def to_numpy(value: object, name: str) -> np.ndarray:
@@ -295,6 +295,11 @@ def is_sparse(value: object) -> bool:
         return True
     kind = type(value)
     return kind.__name__ in ("SparseTensor", "SparseTensorValue") and kind.__module__.startswith("tensorflow.")
+
+
+def is_one_array(value: object) -> bool:
+    """Returns whether `value` stands for one array, although it may be a pytree: a sparse array or a distributed value."""
+    return hasattr(type(value), "__jax_array__") or is_sparse(value)
 
 
 def require_fits(value: object, name: str) -> None:

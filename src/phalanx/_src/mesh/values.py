@@ -244,8 +244,8 @@ class PerReplica(DistributedValues):
 
     @property
     def _components(self) -> tuple[Any, ...]:
-        if isinstance(self.data, tuple):
-            return self.data
+        if isinstance(self.data, tuple) or not self.num_components:
+            return self.data if isinstance(self.data, tuple) else ()
         if isinstance(self.data, jax.core.Tracer):
             parts = [self.data[i] for i in range(self.data.shape[0])]
         else:
@@ -254,16 +254,22 @@ class PerReplica(DistributedValues):
             return tuple(parts)
         return tuple(map(self.rows.cut, parts, _local_replicas(self.data, self.rows.first)))
 
-    def __jax_array__(self) -> jax.Array:
-        if len(self.data) > 1:
+    @property
+    def __jax_array__(self) -> Callable[[], jax.Array]:  # type: ignore[override]
+        # A property, because JAX may ask whether it exists and not call it, and then raise a TypeError.
+        if self.num_components != 1:
             raise ContextError(
                 AS_ARRAY,
                 "outside a replica function it has one component per replica, not a single value.",
                 'float(strategy.reduce("SUM", value, axis=None)), np.asarray(strategy.gather(value, axis=0)), or '
                 "strategy.experimental_local_results(value)",
             )
-        value: jax.Array = self._components[0]
-        return value
+        return lambda: self._components[0]
+
+    @property
+    def num_components(self) -> int:
+        """The number of components, of all processes. 0 in a function that JAX maps over them, by `vmap`, `scan` or `tree.map`."""
+        return len(self.data) if isinstance(self.data, tuple) or np.ndim(self.data) else 0
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -344,7 +350,8 @@ class Mirrored(DistributedValues):
                 "it is a pytree of values, not an array.",
                 "mirrored.value, which is the pytree",
             )
-        return jnp.asarray(self.value)
+        copy: jax.Array = one_copy(jnp.asarray(self.value))
+        return copy
 
 
 @final
@@ -442,6 +449,16 @@ def map_leaves(fn: Callable[[Any], Any], tree: PyTree) -> PyTree:
     """Calls `jax.tree.map` with distributed values as leaves. Raises what `flattened` raises."""
     leaves, structure = flatten(tree)
     return structure.unflatten(map(fn, leaves))
+
+
+def one_copy(value: PyTree) -> PyTree:
+    """Returns an array that several devices of this process hold whole as one that JAX moves to wherever an operation needs it.
+
+    Other values are returned unchanged.
+    """
+    is_array = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    is_copied = is_array and value.is_fully_replicated and value.is_fully_addressable
+    return uncommitted(value.addressable_data(0)) if is_copied else value
 
 
 def _local_components(array: jax.Array | np.ndarray) -> list[Any]:

@@ -13,6 +13,7 @@ import jax
 
 from phalanx._src import compat
 from phalanx._src.cluster.watch import membership
+from phalanx._src.mesh.values import map_leaves, one_copy
 from phalanx._src.programs import signature
 from phalanx._src.programs.body import Body, CalledFunction
 from phalanx._src.programs.cache import ProgramCache, Settings
@@ -101,7 +102,9 @@ class Program:
         if outputs[4]:
             deliver(outputs[4])
         structure = outputs[5] if self._body.is_eager else self._body.output
-        return structure.join(outputs[2], arguments.streams)
+        result = structure.join(outputs[2], arguments.streams)
+        # JAX refuses to combine arrays of the replicas' devices with variables, which are committed to another device.
+        return map_leaves(one_copy, result) if self._body.state.is_lent else result
 
     def _run_as_one_step(
         self, fn: Callable[..., Any], arguments: Arguments, batches: Sequence[Arguments]

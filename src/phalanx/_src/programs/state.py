@@ -43,12 +43,15 @@ class State:
       written: for each variable, whether the program writes it.
       topology: the devices of the program.
       storage: the devices of the variables between programs.
+
+    Attributes:
+      is_lent: whether these are other devices, so that the program works on copies.
     """
 
     def __init__(
         self, variables: Sequence[Variable], written: Sequence[bool], topology: Topology, storage: Topology
     ) -> None:
-        self._storage, self._is_lent = storage, storage is not topology
+        self._storage, self.is_lent = storage, storage is not topology
         self._order = list(written)
         writes = [v for v, w in zip(variables, written, strict=True) if w]
         reads = [v for v, w in zip(variables, written, strict=True) if not w]
@@ -95,7 +98,7 @@ class State:
         Returns:
           The outputs of the program, beginning with values and components of the variables that it writes.
         """
-        if self._is_lent:
+        if self.is_lent:
             # This runs bytecode between the program and the store. An interrupt there loses only copies.
             execute = functools.partial(self._run_elsewhere, execute)
         outputs: list[tuple[Any, ...]] = []

@@ -153,7 +153,7 @@ def check_mergeable(value: PerReplica, axis: Axis) -> None:
 def gather_leaf(value: object, axis: int, num_replicas: int) -> PyTree:
     """Concatenates the components along dim `axis`, including padded rows. Returns other values unchanged."""
     if num_replicas == 1 and isinstance(value, jax.Array):  # The only component.
-        primitives.canonical_dim(axis, value.ndim, "axis")
+        primitives.canonical_dim(axis, value.ndim, primitives.A_DIM)
     return value
 
 
@@ -167,7 +167,7 @@ def _(value: ReplicaLocal, axis: int, num_replicas: int) -> jax.Array:
 def _(value: PerReplica, axis: int, num_replicas: int) -> jax.Array:
     check_size(value, num_replicas)
     data = jnp.asarray(value.data)
-    dim = primitives.canonical_dim(axis, data.ndim - 1, "axis")
+    dim = primitives.canonical_dim(axis, data.ndim - 1, primitives.A_DIM)
     # Without their padding, components that differ in another dim do not fit together.
     if value.rows is not None and value.rows.dims != (dim,):
         dims = value.rows.dims
@@ -229,7 +229,7 @@ def _dims(axis: Axis, ndim: int) -> tuple[int, ...]:
     if axis is None:
         return ()
     axes = axis if isinstance(axis, tuple) else (axis,)
-    return tuple(primitives.canonical_dim(a, ndim, "axis") for a in axes)
+    return tuple(primitives.canonical_dim(a, ndim) for a in axes)
 
 
 def _short(value: object) -> str:

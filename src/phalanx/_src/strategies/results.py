@@ -182,7 +182,7 @@ class AbstractResults(AbstractStrategy):
 
     def on_all_workers(self, tree: PyTree) -> PyTree:
         """Replicates each array, so that every process can read the whole array. Called inside a program."""
-        if self.topology.num_workers == 1:
+        if self.topology.num_workers == 1 and self.storage is self.topology:
             return tree
         whole = self.topology.replicated
         place = lambda x: with_sharding_constraint(x, whole) if isinstance(x, jax.Array) else x  # noqa: E731

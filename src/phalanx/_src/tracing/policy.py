@@ -41,7 +41,7 @@ import numpy as np
 from phalanx._src import compat
 from phalanx._src.compat import Variable
 from phalanx._src.tracing import context
-from phalanx.errors import AggregationError, InvalidArgumentError, VariableIndexError, shown
+from phalanx.errors import AggregationError, InvalidArgumentError, VariableError, VariableIndexError, shown
 
 
 class Write(enum.Enum):
@@ -155,9 +155,10 @@ def _check_index(variable: Variable, index: Any) -> None:
         # NumPy checks the index on a view of one element, which takes no memory for the shape of the variable.
         np.broadcast_to(np.empty((), bool), tuple(variable.shape))[index]
     except IndexError as e:
-        raise VariableIndexError(
-            f"{describe(variable)}[{shown(index)}]", f"{e}.", "use an index below the size of the dim"
-        ) from None
+        call = f"{describe(variable)}[{shown(index)}]"
+        if not variable.shape:  # Not an IndexError, which would end a loop over the variable as if it were empty.
+            raise VariableError(call, "a scalar has no elements.", "float(variable), or variable.value") from None
+        raise VariableIndexError(call, f"{e}.", "use an index below the size of the dim") from None
 
 
 _STATIC = (int, slice, np.integer, type(None), type(...))

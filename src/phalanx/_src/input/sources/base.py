@@ -301,7 +301,7 @@ def stack(records: Iterable[Any], size: int) -> Any | None:
     """
     tree, columns = None, []
     for record in itertools.islice(records, size):
-        leaves, other = arrays.flattened(record, arrays.is_sparse)
+        leaves, other = arrays.flattened(record, arrays.is_one_array)
         if tree is None:
             if not leaves:
                 raise no_array("a record", record)

@@ -6,12 +6,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from phalanx._src.input.sources.base import AbstractSource, Batching, Facts, stack_leaf
 from phalanx._src.input.sources.batches import BatchSequence, BatchStream, length_of, opener, sizes, stream_of_records
 from phalanx._src.input.sources.records import ArrayRecords, SequenceRecords
 from phalanx._src.mesh.arrays import as_array, flattened, is_sparse
+from phalanx._src.mesh.values import is_distributed
 from phalanx.errors import InputError, shown
 from phalanx.typing import PyTree
 
@@ -26,6 +28,8 @@ def convert(dataset: Any, batching: Batching) -> AbstractSource:
     Raises:
       InputError: `dataset` is not a dataset, or it needs a batch size, or it is already batched.
     """
+    if is_distributed(dataset):
+        dataset = jnp.asarray(dataset)
     if isinstance(dataset, (str, bytes, bytearray, os.PathLike)):
         raise InputError(
             f"dataset={shown(dataset)}",
