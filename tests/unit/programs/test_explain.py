@@ -1,5 +1,7 @@
 """What errors of JAX, flax and Python become when a step cannot be traced, and which frames they show."""
 
+import collections
+import functools
 import traceback
 
 import jax
@@ -9,7 +11,7 @@ import numpy as np
 import pytest
 
 import phalanx
-from phalanx.errors import ContextError, InvalidArgumentError, TraceError
+from phalanx.errors import CallError, ContextError, InvalidArgumentError, TraceError
 
 CONTEXT = phalanx.get_replica_context
 
@@ -230,3 +232,55 @@ def test_a_typed_error_has_no_note_of_jax(strategy, monkeypatch):
     with pytest.raises(InvalidArgumentError) as caught:
         strategy.run(lambda x, y: x, args=(1.0,))
     assert caught.value.__notes__ == []
+
+
+class Box:
+    def __init__(self, content):
+        self.content = content
+
+
+HOLDERS = {
+    "object": Box,
+    "in a list": lambda x: Box([x]),
+    "deque": lambda x: collections.deque([x]),
+    "partial": lambda x: functools.partial(max, x),
+    "error": ValueError,
+}
+
+
+@pytest.mark.parametrize("compiles", [True, False], ids=["function", "run"])
+@pytest.mark.parametrize("case", HOLDERS)
+def test_objects_that_hold_traced_arrays(strategy, case, compiles):
+    """They would leave the trace with them. Objects that hold other things are returned as they are."""
+    step = lambda x: HOLDERS[case](x * 1)  # noqa: E731
+    call = phalanx.function(step) if compiles else lambda x: strategy.run(step, args=(x,))
+    hint = r"a step returned .*\nHINT: return the arrays in a dict, a tuple or a NamedTuple; or jax.tree_util.register"
+    with pytest.raises(TraceError, match=hint):
+        call(jnp.ones(2))
+    box = Box(1)
+    assert strategy.run(lambda: box) is box
+
+
+def test_a_format_of_a_traced_value(strategy):
+    with pytest.raises(TraceError, match="(?s)the value of an array .*HINT: .*jax.debug.print"):
+        strategy.run(lambda: f"{replica_id():.2f}")
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("get_scaled_loss", r"optimizer.scale_loss\(loss\)"), ("get_unscaled_gradients", "optimizer.apply")],
+)
+def test_methods_that_only_older_optimizers_have(strategy, name, hint):
+    with strategy.scope():
+        optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+    with pytest.raises(TraceError, match=rf"LossScaleOptimizer.{name} in a traced function.*\nHINT: {hint}"):
+        strategy.run(lambda: getattr(optimizer, name)([jnp.ones(())]))
+
+
+def test_wrong_arguments_of_a_call_in_the_step(strategy):
+    """The call is not that of the step, so the error is Python's."""
+    with strategy.scope():
+        optimizer = keras.optimizers.SGD()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'names'") as e:
+        strategy.run(lambda x: optimizer.apply_gradients([], names=x), args=(1.0,))
+    assert not isinstance(e.value, CallError)

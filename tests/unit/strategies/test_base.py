@@ -132,6 +132,7 @@ def gradient_step(strategy, optimizer, gradients, **options):
         # The sum [3, 4] has the norm 5; clipped alone the gradients would be shorter.
         pytest.param({"global_clipnorm": 1.0}, ([3, 0], [0, 4]), {}, [-0.6, -0.8], id="clipped after the sum"),
         pytest.param({}, ([1, 2], [1, 2]), {"skip_gradients_aggregation": True}, [-1, -2], id="aggregated before"),
+        pytest.param({}, ([1, 2], [1, 2]), {"experimental_aggregate_gradients": False}, [-1, -2], id="older name"),
     ],
 )
 def test_gradients_are_summed(strategy, given, gradients, options, expected):

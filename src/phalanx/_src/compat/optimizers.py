@@ -235,6 +235,8 @@ def _apply_gradients(
     self: keras.optimizers.Optimizer,
     grads_and_vars: Iterable[Any],
     skip_gradients_aggregation: bool = False,
+    *,
+    experimental_aggregate_gradients: bool = True,  # The name that tf.keras had first.
 ) -> _R:
     scope = lift_scope()
     if scope is None:
@@ -247,7 +249,7 @@ def _apply_gradients(
             is_swapped = isinstance(pair, (tuple, list)) and len(pair) == 2 and isinstance(pair[0], Variable)
             kind = "array" if isinstance(pair, jax.Array) else type(pair).__name__
             raise _no_pairs(self, "pairs (variable, gradient)" if is_swapped else f"a list whose elements are {kind}s")
-    with scope.updating() if skip_gradients_aggregation else nullcontext():
+    with scope.updating() if skip_gradients_aggregation or not experimental_aggregate_gradients else nullcontext():
         return original(self, pairs)
 
 

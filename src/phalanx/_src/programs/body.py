@@ -141,7 +141,7 @@ class Body:
         fn, streams = self.called
         args, kwargs = self._structure.join(inputs, streams)
         parts = Parts(fn(*args, **kwargs), streams=streams)
-        require_returnable(parts.arrays)
+        require_returnable(parts)
         return parts
 
 

@@ -41,6 +41,13 @@ _TF_COUNTERPARTS = {
     "range": "keras.ops.arange",
     "pow": "keras.ops.power",
 }
+_OF_OPTIMIZERS = {
+    "minimize": "loss, gradients = phalanx.value_and_grad(loss_fn, variables)(), then optimizer.apply(gradients, variables)",
+    "get_scaled_loss": "optimizer.scale_loss(loss)",
+    "get_unscaled_gradients": "optimizer.apply_gradients(zip(gradients, variables)), which divides scaled gradients by the scale",
+}
+"""Methods that Keras 3 lacks, and what to write instead."""
+
 _OF_TRACERS = re.compile(r"Tracer\(|Traced<|concrete values")
 _CALL = re.compile(r"[A-Za-z_][\w.]*(?=\()")
 
@@ -100,7 +107,7 @@ def _explanation(error: Exception, *, prints: bool) -> TraceError | None:
             jax.errors.TracerArrayConversionError,
             jax.errors.TracerIntegerConversionError,
         ),
-    ):
+    ) or "Tracer.__format__" in str(error):
         return TraceError(
             f"the value of an array (by `if`, `float`, `int`, `range` or NumPy) in a traced function{at}",
             "the array has no value yet, because the function is traced once and compiled. Numbers among its arguments are "
@@ -114,11 +121,11 @@ def _explanation(error: Exception, *, prints: bool) -> TraceError | None:
             "the array has no value yet, because the function is traced once and compiled.",
             "return the array from the step, and call float(x) or np.asarray(x) outside",
         )
-    if isinstance(error, AttributeError) and error.name == "minimize" and isinstance(error.obj, keras.Optimizer):
+    if isinstance(error, AttributeError) and error.name in _OF_OPTIMIZERS and isinstance(error.obj, keras.Optimizer):
         return TraceError(
-            f"{type(error.obj).__name__}.minimize in a traced function{at}",
+            f"{type(error.obj).__name__}.{error.name} in a traced function{at}",
             "optimizers of Keras 3 have no such method.",
-            "loss, gradients = phalanx.value_and_grad(loss_fn, variables)(), then optimizer.apply(gradients, variables)",
+            _OF_OPTIMIZERS[error.name],
         )
     if isinstance(error, ValueError) and "is not supported by dot_general on CPU" in str(error):
         return TraceError(
@@ -254,8 +261,8 @@ def call(fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) ->
             f"strategy.run({getattr(fn, '__name__', 'step')}, args=(value,))",
         ) from None
     except TypeError as e:
-        # If the last frame is not one of Phalanx, the user's code made a wrong call itself.
-        if "argument" not in str(e) or not frames.is_raised_by_phalanx(e):
+        # If the function was entered, the user's code made a wrong call itself.
+        if "argument" not in str(e) or not frames.is_raised_by_phalanx(e) or frames.place_of(e) is not None:
             raise
         name = getattr(fn, "__name__", repr(fn))
         raise CallError(

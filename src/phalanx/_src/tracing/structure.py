@@ -2,11 +2,14 @@
 """Splits nests of arguments and results into arrays, which enter a program, and the rest, which selects the program."""
 
 import copy
+import gc
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import keras
 import numpy as np
 from jax.tree_util import tree_flatten
 
@@ -214,14 +217,21 @@ def require_alive(args: PyTree, kwargs: PyTree) -> None:
         map_named(as_number, nest, name)
 
 
-def require_returnable(arrays: Sequence[Any]) -> None:
+def require_returnable(results: Parts) -> None:
     """Checks that a program can return the results of a step. Call it while the step is traced.
 
     Raises:
       InputError: a result is a deleted array.
-      TraceError: a result is a `PerReplica` of Python objects.
+      TraceError: a result is a `PerReplica` of Python objects, or an object that is not a pytree and holds arrays of the step.
     """
-    for array in arrays:
+    for leaf in results.structure.leaves:
+        if isinstance(leaf, _Static) and any(isinstance(x, jax.core.Tracer) for x in _content(leaf.value)):
+            raise TraceError(
+                f"a step returned {shown(leaf.value)}",
+                "the object holds arrays that have no numbers yet, because JAX does not see them there.",
+                f"return the arrays in a dict, a tuple or a NamedTuple; or jax.tree_util.register_dataclass({leaf.kind.__name__})",
+            )
+    for array in results.arrays:
         if isinstance(array, tuple):
             raise TraceError(
                 f"a step returned PerReplica({shown(array)})",
@@ -229,6 +239,15 @@ def require_returnable(arrays: Sequence[Any]) -> None:
                 "return arrays, and create the objects from them outside the step",
             )
         as_number(array, "the result of a step")
+
+
+def _content(value: object) -> list[object]:
+    """Returns the objects that a container or an object holds, directly or in a dict, list or tuple of it."""
+    # The trace restores the array of a variable when it ends, and a function refers to all globals of its module.
+    if isinstance(value, (keras.Variable, type, FunctionType, ModuleType)):
+        return []
+    content = gc.get_referents(value)
+    return content + gc.get_referents(*(x for x in content if isinstance(x, (dict, list, tuple))))
 
 
 def _as_argument(leaf: Any) -> Any:
