@@ -12,6 +12,7 @@ from phalanx.errors import (
     InvalidArgumentError,
     MissingDependencyError,
     RecompilationWarning,
+    SlipWarning,
     TraceError,
 )
 
@@ -179,3 +180,49 @@ def test_checkpoint_of_other_names_is_told(tmp_path, caplog):
     path = phalanx.train.Checkpoint(model=model()).save(tmp_path / "c")
     phalanx.train.Checkpoint(net=model()).restore(path)
     assert "it contains what the program lacks: model; the program has what it does not contain: net" in caplog.text
+
+
+class Largest(keras.metrics.Metric):
+    def __init__(self):
+        super().__init__(name="largest")
+        self.largest = self.add_weight(name="value", initializer="zeros")
+
+    def update_state(self, y):
+        self.largest.assign(keras.ops.maximum(self.largest, keras.ops.max(y)))
+
+    def result(self):
+        return self.largest
+
+
+class Hits(keras.metrics.Metric):
+    def __init__(self):
+        super().__init__()
+        self.hits = self.add_weight(name="hits", initializer="zeros")
+
+    def update_state(self, y):
+        self.hits.assign_add(keras.ops.sum(keras.ops.cast(keras.ops.argmax(y, -1) == 1, "float32")))
+
+    def result(self):
+        return self.hits
+
+
+def test_metric_of_a_loop_whose_states_do_not_add_up_is_noticed():
+    """Its hint gives the result of one device. Sums over rows are quiet."""
+    rows = np.arange(14, dtype="float32").reshape(7, 2)
+    with STRATEGY.scope():
+        largest, gathered, hits = Largest(), Largest(), Hits()
+
+    def step(x):
+        largest.update_state(x)
+        hits.update_state(x)
+        return x
+
+    def train():
+        for batch in STRATEGY.experimental_distribute_dataset(rows, batch_size=4):
+            gathered.update_state(STRATEGY.gather(run(step, batch), axis=0))
+
+    with pytest.warns(
+        SlipWarning, match="(?s)the metric 'largest' has on the replicas are added.*HINT: return the rows"
+    ):
+        train()
+    assert (float(gathered.result()), float(hits.result())) == (13, 7)

@@ -262,6 +262,8 @@ ADDED = {
     "numbers of rows": lambda s, y, p: [s[0] + y.shape[0], s[1] + 2 * y.shape[0]],
     "decayed": lambda s, y, p: [0.5 * s[0] + ops.sum(p), s[1]],
     "the last sum": lambda s, y, p: [ops.sum(p), s[1]],
+    "classes": lambda s, y, p: [s[0] + ops.sum(ops.cast(ops.argmax(p, -1) == ops.argmax(y, -1), "float32")), s[1]],
+    "the best two": lambda s, y, p: [s[0] + ops.sum(ops.top_k(p, 2)[0]), s[1]],
     "values per class instead of rows": lambda s, y, p: [s[0], s[1] + ops.cast(y[:, 0] * np.ones(6), "int32")[:3]],
 }
 NOT_ADDED = {
@@ -270,6 +272,7 @@ NOT_ADDED = {
     "means": lambda s, y, p: [s[0] + ops.mean(p), s[1]],
     "ratios": lambda s, y, p: [s[0] + ops.sum(p) / ops.sum(y), s[1]],
     "a constant": lambda s, y, p: [ops.ones(()), s[1]],
+    "the best row": lambda s, y, p: [s[0] + ops.sum(ops.top_k(ops.transpose(p), 1)[0]), s[1]],
     "one of two": lambda s, y, p: [s[0] + ops.sum(p), ops.maximum(s[1], 3)],
     "products": lambda s, y, p: [s[0] * ops.sum(p), s[1]],
     "a sum as an integer": lambda s, y, p: [s[0], s[1] + ops.cast(3 * ops.sum(p), "int32")],

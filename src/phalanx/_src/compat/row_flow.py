@@ -52,11 +52,11 @@ _Shapes = tuple[tuple[int, ...], tuple[int, ...]]
 # Operations whose name is in none of these mix rows, for all that is known. So does what a later version of JAX brings, until it is here.
 _ELEMENTWISE = frozenset(
     {
-        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil", "clamp", "complex",
+        "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "bitcast_convert_type", "cbrt", "ceil", "clamp", "complex",
         "conj", "convert_element_type", "copy", "copy_p", "cos", "cosh", "digamma", "div", "eq", "erf", "erf_inv", "erfc", "exp", "exp2",
         "expm1", "floor", "ge", "gt", "igamma", "igammac", "imag", "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic",
         "lt", "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "pow", "real", "reduce_precision",
-        "regularized_incomplete_beta", "rem", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical",
+        "regularized_incomplete_beta", "rem", "reshard", "round", "rsqrt", "select_n", "shift_left", "shift_right_arithmetic", "shift_right_logical",
         "sign", "sin", "sinh", "sqrt", "square", "stop_gradient", "sub", "tan", "tanh", "xor",
     }
 )  # fmt: skip
@@ -69,7 +69,7 @@ _CALLS = frozenset(
 """Operations that compute what another trace says, and nothing else."""
 _LINEAR = frozenset(
     {
-        "broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "neg", "real", "reduce_precision", "reshape", "squeeze",
+        "broadcast_in_dim", "convert_element_type", "copy", "expand_dims", "neg", "real", "reduce_precision", "reshape", "reshard", "squeeze",
         "transpose",
     }
 )  # fmt: skip
@@ -81,7 +81,7 @@ _REDUCTIONS = frozenset(
 _SIZED = frozenset({"broadcast_in_dim", "gather", "iota", "reshape", "slice"})
 """Operations that are told the sizes of their results, or of parts of them."""
 _ALONG = {"cumlogsumexp": "axis", "cummax": "axis", "cummin": "axis", "cumprod": "axis", "cumsum": "axis"}
-_ALONG |= {"sort": "dimension", "concatenate": "dimension", "split": "axis"}
+_ALONG |= {"sort": "dimension", "concatenate": "dimension", "split": "axis", "top_k": "axis"}
 _FOLDS: dict[str, Callable[..., Any]] = {
     "convert_element_type": lambda params, x: x.astype(params["new_dtype"]),
     "eq": lambda _, x, y: x == y,

@@ -23,7 +23,7 @@ from keras.src.trainers.compile_utils import CompileLoss, CompileMetrics, Metric
 from phalanx._src.compat.batch_functions import mask_of, needs_all_rows, shape_of, with_all_rows
 from phalanx._src.compat.hooks import extend
 from phalanx._src.compat.row_flow import adds_up
-from phalanx._src.compat.scope import AbstractBatchShare, surrounding_scope
+from phalanx._src.compat.scope import AbstractBatchShare, AbstractLiftScope, surrounding_scope
 from phalanx._src.mesh.arrays import over_rows
 from phalanx._src.mesh.values import AS_ARRAY
 from phalanx.errors import ContextError, InputError, warn_of_slip
@@ -95,20 +95,30 @@ def _state_after(
 def _is_updated_with_all_rows(
     update: Callable[..., object],
     metric: keras.metrics.Metric,
-    share: AbstractBatchShare,
+    scope: AbstractLiftScope,
     args: Sequence[PyTree],
     kwargs: dict[str, PyTree],
 ) -> bool:
-    """Updates a metric with the rows of all replicas if it needs them, from the state that it has on all together. Returns whether it did."""
-    rows: PyTree = args, kwargs
+    """Updates a metric with the rows of all replicas if it needs them, from the state that it has on all together. Returns whether it did.
+
+    In a step that is not one of Keras's trainer, it only warns: not all replicas need to reach this line.
+    """
+    rows, share = (args, kwargs), scope.share
     if not all(map(jnp.ndim, jax.tree.leaves(rows))):
         return False
     if not share.is_whole:
-        if not share.has_others:
+        if scope.replicas_of_rows == 1 or share.example_mask() is not None:
             return False
         with share.whole_batch(()):
             if not _needs_all_rows(update, metric, share, args, kwargs):
                 return False
+        if not share.is_averaging:
+            warn_of_slip(
+                f"The states that the metric {metric.name!r} has on the replicas are added, but it does not count sums over rows. So its result "
+                "depends on the number of replicas.",
+                "return the rows from the step, and call metric.update_state(strategy.gather(rows, axis=0)) outside",
+            )
+            return False
     summed = [v for v in metric.variables if v.aggregation == "sum"]
     for variable in summed:
         variable.assign(share.total(variable.value))
@@ -172,7 +182,7 @@ def _update_with_real_rows(
     if scope is None or is_plain or isinstance(self, _CONTAINERS):
         return original(self, *args, **kwargs)
     mask = scope.share.example_mask()
-    if _is_updated_with_all_rows(original, self, scope.share, args, kwargs):
+    if _is_updated_with_all_rows(original, self, scope, args, kwargs):
         return None
     call = inspect.signature(original)
     if "sample_weight" not in call.parameters:
