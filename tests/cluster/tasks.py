@@ -382,6 +382,7 @@ def failing_checkpoints(strategy: phalanx.Strategy, folder: str) -> list[str]:
         lambda: checkpoint.write(f"{folder}/a") if rank else checkpoint.save(f"{folder}/a"),
         lambda: checkpoint.read(f"{folder}/none"),
         lambda: checkpoint.write(f"{folder}/file/a") and checkpoint.write(f"{folder}/b"),
+        lambda: checkpoint.restore(None if rank else f"{folder}/none"),
     ):
         try:
             call()

@@ -138,6 +138,8 @@ def test_processes_learn_what_failed_in_another(cluster_of, tmp_path):
         assert "HINT: the same call with the same path in all processes" in told[0]
         assert "the processes made different calls" in told[1]
         assert "there is no such file" in told[2]
+    assert "rank 1: Checkpoint.restore(None)" in second[4]
+    assert "there is no such file" in first[4]
     assert "the file cannot be written" in first[3]
     assert "failed in other processes. rank 0:" in second[3]
     assert "the file cannot be written" in second[3]

@@ -187,3 +187,11 @@ def test_links_in_place_of_folders(tmp_path):
 def test_boxes_of_slices():
     """JAX leaves out the ends of a whole dim."""
     assert box_of((slice(None), slice(2, 4)), (3, 8)) == ((0, 3), (2, 4))
+
+
+def test_pieces_that_the_chief_has_not_deleted(tmp_path):
+    """The machines have disks of their own, so that it did not see them."""
+    piece = shards.file_of_rank(tmp_path / "c.safetensors", 1)
+    write(piece, {"a": np.ones(1)}, NOTES)
+    with pytest.raises(CheckpointError, match="exists already.\nHINT: a folder that all machines share"):
+        write(piece, {"a": np.ones(1)}, NOTES)

@@ -322,6 +322,7 @@ class Checkpoint(Holder):
     def _read(self, method: str, path: object, options: CheckpointOptions | None) -> CheckpointStatus:
         _check_options(options)
         if path is None and method == "restore":  # `latest_checkpoint` returned None in the first run.
+            _together(_topology(), "Checkpoint.restore(None)", _nothing)
             return CheckpointStatus(None, self)
         path = arguments.path("save_path", path)
         call = f"Checkpoint.{method}({path!r})"
@@ -440,7 +441,7 @@ def _together(topology: Topology, call: str, prepare: Callable[[], T]) -> T:
         raise CheckpointError(
             f"{call} in rank {topology.worker_index} of {topology.num_workers} processes",
             f"the processes made different calls: rank 0: {messages[0][0]}; {'; '.join(different)}.",
-            "the same call with the same path in all processes",
+            "the same call with the same path in all processes, in a folder that all of them see",
         )
     failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(messages) if text]
     if failed:

@@ -95,11 +95,10 @@ def refuse_existing(file: Path) -> None:
     except OSError as e:
         raise _refuse_write(file, e) from e
     if exists:
-        raise CheckpointError(
-            f"a checkpoint as {_short(file)}",
-            "the file exists already.",
-            "use another path or number; or delete the file, if it is not needed",
-        )
+        hint = "use another path or number; or delete the file, if it is not needed"
+        if shards.user_folder(file) != file.parent:  # The chief has deleted the pieces of an earlier save that it sees.
+            hint = "a folder that all machines share, because each process writes the shards that it holds"
+        raise CheckpointError(f"a checkpoint as {_short(file)}", "the file exists already.", hint)
 
 
 def require_room(folder: str | os.PathLike[str], size: int = 0) -> None:
