@@ -284,3 +284,12 @@ def test_wrong_arguments_of_a_call_in_the_step(strategy):
     with pytest.raises(TypeError, match="unexpected keyword argument 'names'") as e:
         strategy.run(lambda x: optimizer.apply_gradients([], names=x), args=(1.0,))
     assert not isinstance(e.value, CallError)
+
+
+@pytest.mark.parametrize("use", [jnp.sum, jnp.exp, jax.nn.relu, lambda v: jax.lax.add(v, v)])
+def test_functions_of_jax_take_no_variables(strategy, use):
+    with strategy.scope():
+        v = keras.Variable([1.0, 2.0])
+    with pytest.raises(TraceError, match="(?s)a variable, .* passed to a JAX function.*HINT: variable.value instead"):
+        strategy.run(lambda: use(v))
+    assert strategy.run(lambda: use(v.value)) is not None

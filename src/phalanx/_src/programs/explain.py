@@ -115,6 +115,12 @@ def _explanation(error: Exception, *, prints: bool) -> TraceError | None:
             "jnp.where(condition, a, b) or phalanx.cond for `if`; phalanx.scan or strategy.run_steps for a loop; return the value to read it outside the step"
             + ("; jax.debug.print to print it" if prints else ""),
         )
+    if isinstance(error, ValueError) and "__jax_array__() during abstractification" in str(error):
+        return TraceError(
+            f"a variable, or a value of `merge_call`, that is passed to a JAX function in a traced function{at}",
+            "most JAX functions take arrays only.",
+            "variable.value instead of the variable; or a function of keras.ops",
+        )
     if isinstance(error, AttributeError) and error.name == "numpy" and isinstance(error.obj, jax.core.Tracer):
         return TraceError(
             f"the value of an array (by `.numpy()`) in a traced function{at}",
