@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 
@@ -32,6 +32,10 @@ STALL_S = 10.0
 """Time limit of the watch."""
 KINDS = ("kill", "stop", "raise", "exit", "two", "term")
 """How processes are lost: SIGKILL, SIGSTOP, an exception, `os._exit`, SIGKILL of two at once, and SIGTERM."""
+
+WIDTHS = (768, 768)
+"""Widths of the hidden layers of a training with shards: two and three processes can divide them."""
+SHARDS = {False: "hidden layers of 768, whole", True: "hidden layers of 768, fully sharded"}
 
 _SIGNALS = {
     "kill": signal.SIGKILL,
@@ -205,10 +209,13 @@ class Job(Training):
       workers: the option `--workers`.
       epochs: number of epochs.
       donate: see `phalanx.elastic.ElasticOptions`.
+      is_sharded: whether the variables are fully sharded.
       pause_s: first pause after a step in seconds. Pauses grow, and end when `hurry` is called.
       widths: widths of the hidden layers. None for those of the benchmark.
       popen: starts a process, as `subprocess.Popen` does.
       stall_s: the limit of the watch in seconds.
+      module: the training. It gets `how`, the number of epochs and the folder.
+      options: further options of `phalanx run`.
     """
 
     def __init__(
@@ -218,21 +225,25 @@ class Job(Training):
         epochs: int,
         *,
         donate: bool = True,
+        is_sharded: bool = False,
         pause_s: float = 0.0,
         widths: Sequence[int] | None = None,
         popen: type[subprocess.Popen] = subprocess.Popen,
         stall_s: float = STALL_S,
+        module: str = "benchmarks.elastic_script",
+        options: Sequence[str] = (),
     ) -> None:
         environment = {
             "PYTHONPATH": str(ROOT / "src"),  # Phalanx need not be installed.
             "JAX_PLATFORMS": "cpu",
             "PHALANX_STALL_TIMEOUT_S": str(stall_s),
             "DONATE": "yes" if donate else "no",
+            "SHARDED": "yes" if is_sharded else "no",
             "PAUSE_S": str(pause_s),
             **({} if widths is None else {"WIDTHS": " ".join(map(str, widths))}),
         }
-        launcher = [sys.executable, "-m", "phalanx", "run", "--workers", workers]
-        script = ["-m", "benchmarks.elastic_script", how, str(epochs)]
+        launcher = [sys.executable, "-m", "phalanx", "run", "--workers", workers, *options]
+        script = ["-m", module, how, str(epochs)]
         super().__init__([*launcher, *script], int(workers.rpartition(":")[2]), environment, popen)
 
     def hurry(self) -> None:
@@ -299,19 +310,17 @@ class Played:
     code: int
 
 
-def play(
-    how: str, kinds: Sequence[str], rounds: int, rng: random.Random, *, epochs: int, donate: bool = True
-) -> Played:
-    """Disturbs a training of three processes, and trains one process that nothing disturbs."""
+def play(how: str, kinds: Sequence[str], rounds: int, rng: random.Random, *, epochs: int, **options: Any) -> Played:
+    """Disturbs a training of three processes, and trains one process that nothing disturbs. `options` are those of `Job`."""
     seconds = []
-    with Job(how, "1:3", epochs, donate=donate) as job:
+    with Job(how, "1:3", epochs, **options) as job:
         for number in range(rounds):
             found = sorted(job.wait_until_complete())
             time.sleep(rng.uniform(0.0, 0.5))
             kind = kinds[number % len(kinds)]
             seconds.append(job.lose(rng.sample(found, 2 if kind == "two" else 1), kind))
         code = job.wait(600)
-        differs = difference_from_undisturbed(job, how, epochs)
+        differs = difference_from_undisturbed(job, how, epochs, widths=options.get("widths"))
     return Played(seconds, differs, code)
 
 
@@ -330,10 +339,10 @@ def lose_again(rng: random.Random) -> float | None:
             return None
 
 
-def difference_from_undisturbed(job: Job, how: str, epochs: int) -> float:
+def difference_from_undisturbed(job: Job, how: str, epochs: int, *, widths: Sequence[int] | None = None) -> float:
     """Trains one process that nothing disturbs, and returns the largest relative difference of the weights."""
     disturbed = job.result()
-    with Job(how, "1", epochs) as alone:
+    with Job(how, "1", epochs, widths=widths) as alone:
         alone.wait(3600)
         expected = alone.result()
     return max(_difference(x, y) for x, y in zip(disturbed[:-1], expected[:-1], strict=True))
@@ -366,10 +375,10 @@ def run(*, quick: bool, rounds: int = 50, seed: int = 0) -> Report:
     rng = random.Random(seed)
     rounds, epochs = (2, 60) if quick else (rounds, 20 * rounds)
 
-    def lose(how: str, donate: bool) -> None:
-        played = play(how, KINDS, rounds, rng, epochs=epochs, donate=donate)
+    def lose(how: str, name: str, kinds: Sequence[str] = KINDS, **options: Any) -> None:
+        played = play(how, kinds, rounds, rng, epochs=epochs, **options)
         median, worst = statistics.median(played.seconds), max(played.seconds)
-        name = f"{how}, donate={donate}"
+        name = f"{how}, {name}"
         row = [name, rounds, median, worst, f"{played.differs:.1e}", played.code]
         report.add(row, how=name, seconds=played.seconds, differs=played.differs)
 
@@ -391,7 +400,14 @@ def run(*, quick: bool, rounds: int = 50, seed: int = 0) -> Report:
 
     report.measure(
         [
-            *(lambda h=h, d=d: lose(h, d) for h, d in (("loop", True), ("fit", True), ("loop", False))),
+            *(
+                lambda h=h, d=d: lose(h, f"donate={d}", donate=d)
+                for h, d in (("loop", True), ("fit", True), ("loop", False))
+            ),
+            *(
+                lambda s=s: lose("loop", SHARDS[s], [k for k in KINDS if k != "two"], is_sharded=s, widths=WIDTHS)
+                for s in SHARDS
+            ),
             lose_two_in_a_row,
             compare,
         ]

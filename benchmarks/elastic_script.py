@@ -99,7 +99,8 @@ def main(how: str, epochs: int, folder: Path) -> None:
     """Trains, and saves the weights and the losses."""
     keras.utils.set_random_seed(0)
     options = phalanx.elastic.ElasticOptions(donate=os.environ.get("DONATE") != "no")
-    strategy = phalanx.MultiWorkerMirroredStrategy(elastic=options)
+    layout = phalanx.fully_sharded(min_size=1) if os.environ.get("SHARDED") == "yes" else None
+    strategy = phalanx.MultiWorkerMirroredStrategy(elastic=options, layout=layout)
     x, y = rows()
     with strategy.scope():
         model = mlp()
@@ -116,8 +117,9 @@ def main(how: str, epochs: int, folder: Path) -> None:
         for value in phalanx.elastic.steps(step, dataset, epochs=epochs):
             losses.append(float(value))
             record.note()
+    # On all processes, because with a layout none of them has a whole variable.
+    weights = model.get_weights()
     if strategy.extended.should_checkpoint:
-        weights = [np.asarray(v.value) for v in model.trainable_variables]
         np.savez(folder / "end.npz", *weights, losses=losses)
 
 

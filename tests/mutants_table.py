@@ -275,11 +275,18 @@ FAULTS = [
         "unit/launch/test_supervise.py",
     ),
     Fault(
-        "a new generation takes the variables of the slowest",
-        "rendezvous:Rendezvous._form",
-        "progress.index(max(progress))",
-        "progress.index(min(progress))",
-        "unit/launch/elastic/test_rendezvous.py",
+        "a new generation takes the oldest copy",
+        "resharding:choose",
+        "reverse=True",
+        "reverse=False",
+        "unit/elastic/test_resharding.py",
+    ),
+    Fault(
+        "a copy that lacks the shards of a process is taken",
+        "resharding:choose",
+        "all(holders.values())",
+        "holders",
+        "unit/elastic/test_resharding.py",
     ),
     # compat
     Fault(
@@ -420,10 +427,10 @@ FAULTS = [
     # elastic
     Fault(
         "a process that joins keeps its own weights",
-        "copies:taken_over",
-        "theirs.get(kind, value)",
-        "value",
-        "unit/elastic/test_copies.py",
+        "resharding:values_of",
+        "if kind in parts:",
+        "if holding is None and kind in parts:",
+        "unit/elastic/test_resharding.py",
     ),
     Fault(
         "a step that is undone is counted twice",
@@ -574,9 +581,9 @@ FAULTS = [
     ),
     Fault(
         "a value of the chief is counted once per device",
-        "topology:Topology._broadcast",
-        "if d == device else",
-        "if d.process_index == device.process_index else",
+        "topology:Topology.broadcast",
+        "d == device",
+        "d.process_index == device.process_index",
         "cluster/test_multi_worker.py",
     ),
     Fault(

@@ -12,6 +12,7 @@ import stores  # noqa: F401  (registers the store of `store://`)
 from training import make_model
 
 import phalanx
+from phalanx._src.checkpoint.shards import Division
 from phalanx.errors import PhalanxError
 
 ROWS = 48
@@ -70,6 +71,17 @@ def move_arrays(strategy: phalanx.Strategy, path: str) -> list[list[float]]:
     checkpoint = phalanx.train.Checkpoint(params={"w": other})
     checkpoint.read(path).assert_consumed()
     return [np.asarray(shard.data).tolist() for shard in checkpoint.params["w"].addressable_shards]
+
+
+def move_to_neighbour(strategy: phalanx.Strategy) -> list[object]:
+    """Sends shards to the next process. Returns the rows of the array before that are here then, and numbers of all processes."""
+    topology = strategy.topology
+    rows = jax.sharding.NamedSharding(topology.mesh, jax.sharding.PartitionSpec("replica"))
+    array = jax.make_array_from_callback((8,), rows, lambda index: np.arange(8)[index])
+    (moved,) = topology.from_neighbours([array])
+    numbers = topology.exchange(np.array([jax.process_index(), 7]))
+    assert Division.of(array).ranks == set(topology.workers)
+    return [[np.asarray(shard.data).tolist() for shard in moved.addressable_shards], numbers.tolist()]
 
 
 def load_whole(strategy: phalanx.Strategy, path: str) -> list[float]:

@@ -24,6 +24,7 @@ from sharding import (  # noqa: F401
     load_shards,
     load_whole,
     move_arrays,
+    move_to_neighbour,
     read_alone,
     refuse_what_reads_alone,
     save_in_all,

@@ -61,6 +61,13 @@ def test_arrays_of_jax_that_span_processes(cluster_of, tmp_path):
     np.testing.assert_array_equal(phalanx.train.load_variable(path, "params/w"), np.arange(4.0))
 
 
+def test_shards_of_the_process_before(cluster_of):
+    """Each device gets the shard of one device of the process before, and the numbers of all processes have their order."""
+    first, second = cluster_of(2, 2).call("move_to_neighbour")
+    assert first == [[[4, 5], [6, 7]], [[0, 7], [1, 7]]]
+    assert second == [[[0, 1], [2, 3]], [[0, 7], [1, 7]]]
+
+
 @pytest.mark.cover(["size"], {(2, 1)})
 @pytest.mark.parametrize("size", [(2, 1), (4, 1)])
 def test_no_process_holds_a_whole_variable(cluster_of, tmp_path, size):

@@ -65,7 +65,8 @@ REASONS = {
         Topology Topology.devices_of Topology.dispatching Topology.divided_dim Topology.exchange Topology.from_chief
         Topology.from_source Topology.join_per_replica Topology.of Topology.put_per_replica Topology.put_replicated
         Topology.put_variable Topology.sharding_of Topology.take_back Topology.exchange_input Topology.local_devices_of
-        Topology.require_equal Topology.sharding_of_new Topology.update_dim""",
+        Topology.require_equal Topology.sharding_of_new Topology.update_dim Topology.broadcast Topology.from_neighbours
+        Topology.require_layout""",
     "Phalanx makes it, and users get it": """
         StepTimes Steps CheckpointReader DistributedDataset DistributedIterator Estimate Estimates Optional
         PerWorkerDataset PerWorkerValues Status Status.line TPUSystemMetadata WorkerShard CheckpointStatus""",

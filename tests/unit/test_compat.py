@@ -213,12 +213,19 @@ def test_large_variables_get_no_value():
     assert [compat.is_hollow(v) for v in (small, large, given)] == [False, True, False]
     assert compat.layout_of(large) is not None
     assert compat.raw_value(large) is None
+    with settings.changed(hollow_bytes=1024):
+        large.assign(np.full(256, 3.0))
+    assert compat.is_hollow(large)
     assert float(keras.ops.sum(large)) == 0.0
     large.assign(np.full(256, 2.0))
     assert not compat.is_hollow(large)
     assert float(keras.ops.sum(large)) == 512.0
     after = keras.Variable("ones", shape=(256,))
     assert float(keras.ops.sum(after)) == 256.0
+    compat.hollow(after)
+    assert compat.is_hollow(after)
+    compat.move_layout(after, topology.replicated)
+    assert compat.layout_of(after) is topology.replicated
 
 
 def test_reads_and_assigns_reach_the_scope():

@@ -432,7 +432,7 @@ class ElasticOptions:
 
     Args:
       donate: whether a step may consume the old values of the variables, which saves memory. If not, no step is lost: the other
-        processes repeat only the step that failed.
+        processes repeat only the step that failed, unless a layout shards variables over the processes.
       copy_every: number of steps between two copies of the variables in host memory. None chooses it so that copies take 1% of the time.
       scale_batch: whether each process keeps its number of rows when others leave. The global batches of the dataset are then those of a
         group with all processes, and with n of N each step takes n / N of their rows: steps are as long as before, and an epoch has

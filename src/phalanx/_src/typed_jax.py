@@ -78,7 +78,7 @@ def psum(x: T, axis_name: str, *, axis_index_groups: Sequence[Sequence[int]] | N
     return total
 
 
-ppermute: Callable[[jax.Array, str, Sequence[tuple[int, int]]], jax.Array] = lax.ppermute
+ppermute: Callable[[jax.Array, str | tuple[str, ...], Sequence[tuple[int, int]]], jax.Array] = lax.ppermute
 """Returns the array of another replica, from `(array, axis, pairs of source and destination)`."""
 
 all_to_all: Callable[..., jax.Array] = lax.all_to_all

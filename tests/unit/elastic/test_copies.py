@@ -6,7 +6,7 @@ import pytest
 
 import phalanx
 from phalanx._src.elastic import copies
-from phalanx._src.elastic.copies import Copier, fingerprint, kinds_of, others, taken_over
+from phalanx._src.elastic.copies import Copier, fingerprint, kinds_here, present
 
 
 @pytest.fixture
@@ -28,8 +28,8 @@ def test_copy_has_all_values(strategy):
     found = Copier().copy(7, [0, 0], {"at": 1}, strategy.topology)
     strategy.run(step)
     assert (found.step, found.stage, found.position) == (7, [0, 0], {"at": 1})
-    np.testing.assert_array_equal(found.values.get(v), [3.0, 4.0])
-    assert float(found.values.get(metric.count)) == 4.0
+    np.testing.assert_array_equal(found.values.get(v).value, [3.0, 4.0])
+    assert float(found.values.get(metric.count).value) == 4.0
     np.testing.assert_array_equal(v.value, [5.0, 6.0])
 
 
@@ -48,7 +48,7 @@ def test_unchanged_array_is_not_copied_again(strategy):
     second = copier.copy(1, [0, 0], {}, strategy.topology)
     assert first.values.get(frozen) is second.values.get(frozen)
     assert first.values.get(v) is not second.values.get(v)
-    assert float(second.values.get(v)[0]) == 5.0
+    assert float(second.values.get(v).value[0]) == 5.0
 
 
 def test_new_variables_are_missed(strategy):
@@ -63,7 +63,7 @@ def test_new_variables_are_missed(strategy):
 
 
 def test_consumed_array_cannot_be_copied(strategy):
-    """Unless an old value will do, or zeros; and its variable is named as lost."""
+    """Unless an old value will do, or zeros."""
     with strategy.scope():
         v = keras.Variable([2.0])
     copier = Copier()
@@ -72,12 +72,11 @@ def test_consumed_array_cannot_be_copied(strategy):
     try:
         assert copier.copy(1, [0, 0], {}, strategy.topology) is None
         lenient = copier.copy(1, [0, 1], {}, strategy.topology, is_lenient=True)
-        np.testing.assert_array_equal(lenient.values.get(v), [2.0])
+        np.testing.assert_array_equal(lenient.values.get(v).value, [2.0])
         fresh = Copier().copy(1, [0, 1], {}, strategy.topology, is_lenient=True)
-        np.testing.assert_array_equal(fresh.values.get(v), [0.0])
-        assert others(before)[1] == []
+        np.testing.assert_array_equal(fresh.values.get(v).value, [0.0])
         before.values.discard(v)
-        assert others(before)[1] == [v.path]
+        assert present([before]).get(v) is None
     finally:
         v.assign([0.0])
 
@@ -96,7 +95,7 @@ def test_accumulated_gradients_cannot_be_copied(strategy):
     assert copier.copy(1, [0, 0], {}, strategy.topology) is None
     strategy.run(step)
     found = copier.copy(2, [0, 0], {}, strategy.topology)
-    assert float(found.values.get(w)[0]) != 1.0
+    assert float(found.values.get(w).value[0]) != 1.0
 
 
 def test_others_have_their_present_values():
@@ -104,28 +103,20 @@ def test_others_have_their_present_values():
     strategy = phalanx.OneDeviceStrategy("cpu:0")
     found = copier.copy(0, [0, 0], {}, strategy.topology)
     v = keras.Variable([4.0])
-    assert any(variable is v and value.tolist() == [4.0] for variable, value in others(found)[0])
+    values = present([found])
+    assert values.get(v).value.tolist() == [4.0]
+    assert found.values.get(v) is None
+    assert found.completed(values).values.get(v).value.tolist() == [4.0]
     assert copies._variables.get(v)
 
 
 def test_fingerprint_does_not_depend_on_the_order():
     """Two variables with one path differ by their number; another shape makes another text."""
     v, same, other = keras.Variable([4.0], name="v"), keras.Variable([5.0], name="v"), keras.Variable(1.0, name="w")
-    values = [(x, np.asarray(x.value)) for x in (v, same, other)]
-    kinds = kinds_of(values)
-    assert [kind.number for kind in kinds] == [0, 1, 0]
+    kinds = [kind for variable, kind in kinds_here() if any(variable is x for x in (v, same, other))]
+    assert kinds[1].number == kinds[0].number + 1
     assert fingerprint(kinds) == fingerprint(kinds[::-1])
     assert fingerprint(kinds) != fingerprint([*kinds[:2], kinds[2]._replace(shape=(1,))])
-
-
-def test_values_are_taken_over_by_kind():
-    """In any order. A variable that the other process does not have keeps its value."""
-    v, same, own = keras.Variable([4.0], name="v"), keras.Variable([5.0], name="v"), keras.Variable([1.0], name="own")
-    values = [(x, np.asarray(x.value)) for x in (v, same, own)]
-    first, second, _ = kinds_of(values)
-    found = taken_over(values, [second, first], [np.float32([7]), np.float32([6])])
-    assert [variable is x for (variable, _), x in zip(found, (v, same, own), strict=True)] == [True] * 3
-    assert [float(value[0]) for _, value in found] == [6, 7, 1]
 
 
 def test_accumulated_gradients_that_were_read_can_be_copied(strategy):

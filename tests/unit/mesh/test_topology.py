@@ -2,15 +2,17 @@
 
 import types
 
+import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 
 import phalanx
 from phalanx._src.mesh.devices import summary_of
+from phalanx._src.mesh.layout import layout_of
 from phalanx._src.mesh.requirements import require_own_rows
 from phalanx._src.mesh.topology import Topology
-from phalanx.errors import DeviceError, InvalidArgumentError
+from phalanx.errors import DeviceError, InvalidArgumentError, SlipWarning
 
 
 def test_mesh_keeps_order_of_devices():
@@ -124,3 +126,17 @@ def test_default_strategy_places_nothing():
     assert nowhere.put_variable(value, nowhere.sharding_of("path", (1,))) is value
     assert nowhere.divided_dim("path", (2,)) is None
     assert nowhere.devices == nowhere.first_devices == nowhere.local_devices == ()
+
+
+def test_layout_for_other_numbers_of_workers():
+    """A rule that does not fit one of them is refused. A layout that then shards less is named, with the bytes."""
+    shapes = {shape: jax.ShapeDtypeStruct(shape, "float32") for shape in ((12,), (6,))}
+    rules = Topology.of(["cpu:0", "cpu:1"], layout=layout_of({"v": ("replica",)}))
+    rules.require_layout([("v", shapes[12,])], [1, 2, 3])
+    message = r"the rule for variable 'v' \(6,\) of a layout in an elastic group of 2 to 3 workers: with 2 workers, the 4 devices"
+    with pytest.raises(InvalidArgumentError, match=message):
+        rules.require_layout([("v", shapes[6,])], [2, 3])
+    sharded = Topology.of(["cpu:0", "cpu:1"], layout=layout_of(phalanx.fully_sharded(min_size=1)))
+    with pytest.warns(SlipWarning, match="does not shard v with 2 workers: then each device holds these 24 bytes"):
+        sharded.require_layout([("v", shapes[6,]), ("w", shapes[12,])], [2, 3])
+    Topology.of(["cpu:0"]).require_layout([("v", shapes[6,])], [2, 3])

@@ -38,6 +38,7 @@ for service in services:
     hosts = {each.getsockname()[0] for each in sockets_of_process() if each.getsockname()[1] in ports}
     jax.jit(double)(np.ones(3))
     shared = coordination.share(f"{service}".encode() if rank == 1 else None) == service.encode()
+    shared = shared and coordination.share_each(b"%d" % rank, "ranks") == [b"0", b"1"]
     print(jax.process_index(), jax.process_count(), len(jax.devices()), len(ports), shared, hosts, flush=True)
     coordination.disconnect()
     coordination.drop_devices()

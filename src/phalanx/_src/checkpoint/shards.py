@@ -9,7 +9,7 @@ import contextlib
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -113,7 +113,7 @@ class Division(NamedTuple):
         shape, dtype, pieces = notes
         boxes = [(int(rank), tuple((int(begin), int(end)) for begin, end in box)) for rank, box in pieces]
         division = cls(tuple(map(int, shape)), str(dtype), tuple(boxes))
-        whole = tuple((0, n) for n in division.shape)
+        whole = whole_box(division.shape)
         sizes = [_size(box) for _, box in boxes if len(box) == len(whole) and _is_inside(box, whole)]
         if (
             not len(sizes) == len(boxes) == len({box for _, box in boxes})
@@ -147,18 +147,34 @@ class Division(NamedTuple):
 def pieces_here(path: str, array: jax.Array, division: Division) -> Mapping[str, np.ndarray]:
     """Returns the pieces that this process writes, by name, copied to the host."""
     boxes_here = {box for rank, box in division.pieces if rank == jax.process_index()}
+    return {name_of(path, box): piece for box, piece in shards_here(array, boxes_here).items()}
+
+
+def shards_here(array: jax.Array, boxes: Container[Box]) -> dict[Box, np.ndarray]:
+    """Returns those pieces that the devices of this process have and whose places are in `boxes`, copied to the host."""
     was_parted = parted.get(array)
     shards = {box_of(shard.index, array.shape): shard.data for shard in array.addressable_shards}
-    pieces = {name_of(path, box): np.array(data, order="C") for box, data in shards.items() if box in boxes_here}
+    pieces = {box: np.array(data, order="C") for box, data in shards.items() if box in boxes}
     if not was_parted:
         # The copies share no memory with the array, so that the next step may consume it.
         parted.discard(array)
     return pieces
 
 
+def cut(piece: np.ndarray, place: Box, boxes: Iterable[Box]) -> dict[Box, np.ndarray]:
+    """Returns the parts of a piece, which is at `place`, that are in some boxes. They do not keep the rest of it in memory."""
+    both = {common for box in boxes if (common := _common(place, box)) is not None}
+    return {box: piece if box == place else piece[_within(box, place)].copy() for box in both}
+
+
 def name_of(path: str, box: Box) -> str:
     """Returns the name that a piece of an array has in its file."""
     return f"{path}@{','.join(f'{begin}:{end}' for begin, end in box)}"
+
+
+def whole_box(shape: Sequence[int]) -> Box:
+    """Returns the place of all of an array."""
+    return tuple((0, n) for n in shape)
 
 
 def box_of(index: Sequence[slice], shape: Sequence[int]) -> Box:

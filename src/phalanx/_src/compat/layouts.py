@@ -79,6 +79,11 @@ def layout_of(variable: Variable) -> jax.sharding.Sharding | None:
     return layout
 
 
+def move_layout(variable: Variable, sharding: jax.sharding.Sharding | None) -> None:
+    """Makes `sharding`, which is of other devices, the one with which `variable` counts as created."""
+    variable._layout = sharding
+
+
 def layout_of_shards(variable: Variable) -> jax.sharding.Sharding | None:
     """Returns the sharding of a variable whose devices hold shards; None for one that each device holds whole."""
     layout = layout_of(variable)

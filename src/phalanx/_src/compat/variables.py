@@ -295,7 +295,12 @@ def _make(original: Callable[..., Any], self: Variable, initializer: object, *ar
 
 def is_hollow(variable: Variable) -> bool:
     """Whether `variable` was created without a value, and has got none since."""
-    return variable._value is None and facts_of(variable).is_hollow
+    return facts_of(variable).is_hollow and variable._value is None
+
+
+def hollow(variable: Variable) -> None:
+    """Takes the value of `variable` away, as if it had been created without one."""
+    note_facts(variable).is_hollow, variable._value = True, None
 
 
 @extend(Variable, "_initialize_with_initializer")
@@ -304,7 +309,7 @@ def _initialize(original: Callable[..., Any], self: Variable, initializer: Calla
     layout = divided_layout(self)
     least = settings.hollow_bytes
     if least is not None and math.prod(self._shape) * jnp.dtype(self._dtype).itemsize >= least:
-        note_facts(self).is_hollow, self._value = True, None
+        hollow(self)
     elif layout is not None and not isinstance(getattr(initializer, "seed", None), keras.random.SeedGenerator):
         # One program, whose values do not depend on the mesh, and of which each process computes its own shards.
         draw = lambda: self._convert_to_tensor(initializer(self._shape, dtype=self._dtype))  # noqa: E731
@@ -316,6 +321,8 @@ def _initialize(original: Callable[..., Any], self: Variable, initializer: Calla
 @extend(Variable, "_direct_assign")
 def _assign_directly(original: Callable[..., None], self: Variable, value: ArrayLike) -> None:
     layout = layout_of(self)
+    if settings.hollow_bytes is not None and is_hollow(self):
+        return  # It is to have no array, whoever assigns it.
     if not isinstance(layout, jax.sharding.Sharding) or isinstance(value, jax.core.Tracer):
         original(self, value)
     elif (placed := put_small(value, layout)) is not None:

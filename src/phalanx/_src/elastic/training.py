@@ -11,11 +11,22 @@ from typing import Any, Protocol, final
 
 import numpy as np
 
+from phalanx._src import compat
 from phalanx._src.checkpoint import text
 from phalanx._src.cluster.processes.notices import Notices
 from phalanx._src.cluster.watch import membership, watch
-from phalanx._src.elastic.copies import Copier, Copy, Kind, fingerprint, kinds_of, others, put_shares, taken_over
+from phalanx._src.elastic.copies import Copier, Copy, Holding, fingerprint, present, put_shares, variables_to_move
 from phalanx._src.elastic.reported import ReportedProgress
+from phalanx._src.elastic.resharding import (
+    Offer,
+    choose,
+    divisions_of_notes,
+    move_pieces,
+    notes_of_divisions,
+    offer_of,
+    places_here,
+    values_of,
+)
 from phalanx._src.elastic.schedule import CopySchedule
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.programs.identity import IdentityMap
@@ -25,9 +36,12 @@ from phalanx._src.programs.values import put_values
 from phalanx._src.runtime import bootstrap, coordination
 from phalanx._src.strategies.base import Strategy
 from phalanx._src.strategies.multi_worker import MultiWorkerMirroredStrategy
-from phalanx.errors import PeerLostError, StartupError, StateLostError, listed
+from phalanx._src.typed_jax import shape_dtype
+from phalanx.errors import PeerLostError, StartupError, StateLostError
 
 _ATTEMPTS = 10
+_NOTHING = Copy(-1, [0, 0], {}, IdentityMap())
+"""What a process offers that has no variables."""
 _COLLECT_AFTER = 3
 """Steps of a new group after which what is left of the last one is collected."""
 
@@ -83,9 +97,10 @@ class Training:
         assert member is not None
         self._member, self._strategy, self._progress = member, strategy, progress
         self._copier = Copier()
-        self._copy: Copy | None = None
+        # The last copy. While other processes make theirs, the one before it too.
+        self._copies: list[Copy] = []
         # What this process had when it left its last group, until it has what the next group has.
-        self._brought: Copy | None = None
+        self._brought: list[Copy] = []
         self._schedule = CopySchedule(strategy.elastic.copy_every)
         self._reported = ReportedProgress()
         self.step, self.source, self.has_changed = 0, 0, True
@@ -122,7 +137,7 @@ class Training:
                 make_variables()
             finally:
                 self._member.is_trying = False
-            self._change(Copy(-1, [0, 0], {}, IdentityMap()))
+            self._change([_NOTHING])
 
     @contextmanager
     def leaving_when_told(self) -> Iterator[None]:
@@ -166,8 +181,19 @@ class Training:
         """Copies the variables, so that the steps so far cannot be lost."""
         began_s = time.perf_counter()
         position = self._progress.get_position(undone=self._is_inside)
-        copy = self._copier.copy(self.step, self._progress.stage, position, self._strategy.topology)
-        self._copy = copy or self._copy
+        topology = self._strategy.topology
+        if not self._copies:
+            variables = [
+                (compat.layout_path(v), shape_dtype(kind.shape, kind.dtype)) for v, kind in variables_to_move()
+            ]
+            topology.require_layout(variables, membership.sizes())
+        copy = self._copier.copy(self.step, self._progress.stage, position, topology)
+        if copy is not None:
+            self._copies.append(copy)
+            if topology.divides_over_workers:
+                # Whoever gets beyond this point knows that all others have their copies, and that no process needs the one before.
+                topology.exchange(np.zeros(1, np.int32))
+            self._copies = [copy]
         self._schedule.end_copy(self.step, time.perf_counter() - began_s, is_made=copy is not None)
 
     def begin_steps(self, end: int) -> bool:
@@ -185,11 +211,16 @@ class Training:
         watchdog = watch.own()
         assert watchdog is not None
         self._steps_before = watchdog.steps
+        topology, is_agreed = self._strategy.topology, self._progress.is_agreed
         if reason := watchdog.change_point.is_reached():
+            if topology.divides_over_workers:
+                # Of this moment, together with the process that leaves.
+                self.keep()
             raise GroupChange(reason)
-        exchange, is_agreed = self._strategy.topology.exchange, self._progress.is_agreed
-        self._schedule.agree(self.step, exchange, is_agreed=is_agreed)
-        if self._schedule.is_due(self.step, exchange, is_agreed=is_agreed, has_missed=self._copier.has_missed):
+        self._schedule.agree(self.step, topology.exchange, is_agreed=is_agreed)
+        # All processes send their shards at the same time.
+        is_agreed = is_agreed or topology.divides_over_workers
+        if self._schedule.is_due(self.step, topology.exchange, is_agreed=is_agreed, has_missed=self._copier.has_missed):
             self.keep()
         self._schedule.begin_steps()
         return self._reported.begin_steps(self._progress.stage[0], end)
@@ -226,41 +257,38 @@ class Training:
             bootstrap.leave()
             self._member.close()
             raise SystemExit(128 + signal.SIGTERM)
-        offer = self._offer(cause)
-        if offer is None:
+        copies = self._copies_to_offer(cause)
+        if not copies:
             raise cause
-        self._change(offer)
+        self._change(copies)
 
-    def _offer(self, cause: BaseException) -> Copy | None:
-        """Returns the state from which this process can continue: its present variables, or else the last copy."""
-        if self._brought is not None:
+    def _copies_to_offer(self, cause: BaseException) -> list[Copy]:
+        """Returns the states from which this process can continue: its present variables, or else the last copies."""
+        if self._brought:
             return self._brought
+        topology = self._strategy.topology
+        if topology.divides_over_workers:
+            # The present shards of a lost process are lost, and one that has just joined has no copies yet.
+            return self._copies or [_NOTHING]
         watchdog, are_here = watch.own(), isinstance(cause, GroupChange)
         # If the watchdog has counted no step since, no program has consumed the variables: they are those before the step.
         is_whole = are_here or not self._is_inside or watchdog is None or watchdog.steps == self._steps_before
         if not is_whole or (self._progress.is_agreed and not are_here):
-            return self._copy
+            return self._copies
         try:
             position = self._progress.get_position(undone=self._is_inside)
         except PeerLostError:  # All processes ended the step, but one of them has died since.
-            return self._copy
+            return self._copies
         # A failed validation has lost its metrics. It resets them before it restarts.
         is_lenient, stage = self._progress.stage[1] > 0, self._progress.stage
-        latest_copy = self._copier.copy(self.step, stage, position, self._strategy.topology, is_lenient=is_lenient)
-        return latest_copy or self._copy
+        copy = self._copier.copy(self.step, stage, position, topology, is_lenient=is_lenient)
+        return self._copies if copy is None else [copy]
 
-    def _change(self, offer: Copy) -> None:
-        rest, lost = others(offer)
-        if lost:
-            raise StateLostError(
-                f"a training run of {len(rest) + len(lost)} variables whose group has lost a process",
-                f"the values of {listed(sorted(lost)[:3])} were made in the step that failed, and are lost.",
-                "create all variables before the first step: optimizer.build(model.trainable_variables)",
-            )
-        self._brought, values = offer, [*offer.values.items(), *rest]
+    def _change(self, copies: list[Copy]) -> None:
+        self._brought, uncopied = copies, present(copies)
         for attempt in range(_ATTEMPTS):
             try:
-                self._try_to_change(offer, values)
+                self._try_to_change(copies, uncopied)
             except (StartupError, PeerLostError):
                 # Another process has died while the group was formed.
                 if attempt + 1 == _ATTEMPTS:
@@ -268,47 +296,68 @@ class Training:
             else:
                 return
 
-    def _try_to_change(self, offer: Copy, values: list[Any]) -> None:
+    def _try_to_change(self, copies: list[Copy], uncopied: "IdentityMap[Holding]") -> None:
         bootstrap.leave()
         # A compiled program keeps the devices of the last group alive.
         forget_all()
-        kinds = kinds_of(values)
-        generation = self._member.meet(
-            call=self._call, progress=[offer.step, *offer.stage], variables=fingerprint(kinds)
-        )
+        generation = self._member.meet(call=self._call, progress=copies[-1].progress)
         if generation is None:
-            self._strategy.move(0)
-            put_values(values)
-            put_shares(offer, self._strategy.topology)
-            self.is_over = True
+            self._end(copies[-1].completed(uncopied))
             return
         bootstrap.enter(generation, self._strategy.stall_timeout_s)
-        self._strategy.move(generation.source)
-        topology = self._strategy.topology
-        has_it = topology.worker_index == generation.source
+        self._strategy.move(0)
+        variables = variables_to_move()
+        kinds = [kind for _, kind in variables]
         with bootstrap.without_lines_of_gloo():
-            packed_state = (
-                text.packed([offer.step, self.told, offer.position, kinds, self._schedule.every]) if has_it else None
-            )
-            with topology.dispatching(is_step=False):
+            with self._strategy.topology.dispatching(is_step=False):
                 # Not a collective, because that would need a program to trace.
+                offers = text.packed([fingerprint(kinds), [offer_of(copy).notes() for copy in copies]])
+                answers = [text.unpacked(answer) for answer in coordination.share_each(offers, "offers")]
+            choice = choose([[Offer.of_notes(notes) for notes in of_process] for _, of_process in answers])
+            if choice is None:
+                raise _copies_are_lost() from None
+            self._strategy.move(choice.source)
+            topology = self._strategy.topology
+            chosen = next((copy.completed(uncopied) for copy in copies if offer_of(copy).key == choice.key), None)
+            packed_state = None
+            if chosen is not None and topology.worker_index == choice.source:
+                state = [chosen.step, self.told, chosen.position, notes_of_divisions(chosen), self._schedule.every]
+                packed_state = text.packed(state)
+            with topology.dispatching(is_step=False):
                 shared_state = coordination.share(packed_state)
-            step, theirs, position, kinds, every = text.unpacked(shared_state)
-            # Otherwise all have made the same steps, and so have the same values already.
-            if not generation.is_even:
-                arrays = [np.zeros(kind.shape, kind.dtype) for kind in map(Kind._make, kinds)]
-                source_values = [value for _, value in values] if has_it else arrays
-                values = taken_over(values, kinds, topology.from_source(source_values))
-        put_values(values, topology if generation.is_alike else None)
-        put_shares(offer, topology)
+            step, theirs, position, notes, every = text.unpacked(shared_state)
+            divisions = divisions_of_notes(notes)
+            pieces = {} if chosen is None else {kind: holding.pieces for kind, holding in chosen.holdings()}
+            places = places_here(topology, variables)
+            parts = move_pieces(pieces, divisions, places, choice.senders, topology.broadcast)
+        values = values_of(variables, parts, places, copies[-1].completed(uncopied))
+        is_alike = len({fingerprint_there for fingerprint_there, _ in answers}) == 1
+        # Otherwise the next program broadcasts those that it uses.
+        put_values([pair for pair in values if not callable(pair[1])], topology if is_alike else None)
+        put_values([pair for pair in values if callable(pair[1])], topology)
+        for variable, kind in variables:
+            compat.move_layout(variable, topology.sharding_of_new(compat.layout_path(variable), kind.shape))
+        put_shares(chosen or copies[-1], topology)
         self._progress.move(topology)
         self._progress.set_position(position)
-        self.step, self._brought = step, None
+        self._copies, self._brought = copies if chosen is None else [chosen], []
+        self.step = step
         self._reported.meet(theirs)
         self._schedule.continue_at(step, every)
-        self.source, self._steps_before, self.has_changed = generation.source, None, True
+        self.source, self._steps_before, self.has_changed = choice.source, None, True
         # Not after the first step, because the others wait for it.
         self._steps_to_collect = _COLLECT_AFTER
+
+    def _end(self, copy: Copy) -> None:
+        """Ends the training of this process, because the others have finished it."""
+        self._strategy.move(0)
+        whole = [(v, holding.value) for v, holding in copy.values.items() if holding.is_whole]
+        put_values(whole)
+        for variable, holding in copy.values.items():
+            if not holding.is_whole:
+                compat.hollow(variable)
+        put_shares(copy, self._strategy.topology)
+        self.is_over = True
 
     def begin_epoch(self, epoch: int) -> bool:
         """Records that an epoch begins. Returns whether it has not been reported to the user's code yet."""
@@ -322,3 +371,12 @@ class Training:
         """Records that the user's code of this process is as far as that of the source. Call it in a new group, before the first step."""
         self._reported.catch_up()
         self.has_changed = False
+
+
+def _copies_are_lost() -> StateLostError:
+    return StateLostError(
+        "a training run whose layout shards variables over its processes",
+        "two processes next to each other were lost before the next copy, and with them both copies of some shards. "
+        "It can only continue from its last checkpoint.",
+        "phalanx run --workers 2:4 --max-restarts 3, and a BackupAndRestore or CheckpointManager",
+    )

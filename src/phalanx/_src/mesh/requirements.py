@@ -1,18 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a topology requires of its axes, of the processes that share a replica, and of the values that several devices hold."""
 
+import copy
 import itertools
 import math
 import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
 
 from phalanx._src.mesh.devices import device_name
-from phalanx._src.mesh.layout import REPLICA_AXIS
-from phalanx.errors import DeviceError, DivergenceError, InvalidArgumentError, arguments, shown
+from phalanx._src.mesh.layout import REPLICA_AXIS, AbstractLayout, Sizes
+from phalanx._src.typed_jax import partition_spec
+from phalanx.errors import (
+    DeviceError,
+    DivergenceError,
+    InvalidArgumentError,
+    arguments,
+    listed,
+    shown,
+    warn_of_slip,
+)
 
 MODEL_AXIS = 'model_axis=("model", 2)'
 """An example of the argument, for messages."""
@@ -39,6 +49,40 @@ def require_axes(axes: Sequence[tuple[str, int]], num_devices: int) -> None:
             f"{num_devices} devices cannot be divided into replicas of {math.prod(sizes)} devices.",
             f"a size that divides {num_devices}",
         )
+
+
+def require_layout(
+    layout: AbstractLayout, variables: Sequence[tuple[str, jax.ShapeDtypeStruct]], sizes: Mapping[int, Sizes]
+) -> None:
+    """Checks that a layout fits variables, whatever number of workers trains them. Warns of those that are sharded with some numbers only.
+
+    Args:
+      layout: the layout.
+      variables: paths and shapes.
+      sizes: the sizes of the mesh, by the number of workers, ascending.
+
+    Raises:
+      InvalidArgumentError: it does not fit a shape.
+    """
+    layout, group = copy.deepcopy(layout), f"an elastic group of {min(sizes)} to {max(sizes)} workers"
+    divided: dict[int, set[str]] = {}
+    for count, sizes_of_axes in sizes.items():
+        try:
+            # In a copy, because a layout remembers the shardings, which it prints.
+            specs = {path: layout.spec(path, shape.shape, sizes_of_axes) for path, shape in variables}
+        except InvalidArgumentError as e:
+            raise InvalidArgumentError(f"{e.asked} in {group}", f"with {count} workers, {e.found}", e.hint) from e
+        divided[count] = {path for path, spec in specs.items() if spec != partition_spec()}
+    for count in list(sizes)[:-1]:
+        whole = divided[max(sizes)] - divided[count]
+        num_bytes = sum(math.prod(s.shape) * s.dtype.itemsize for path, s in variables if path in whole)
+        # A single worker has the whole model.
+        if whole and count > 1:
+            warn_of_slip(
+                f"In {group}, layout={shown(layout)} does not shard {listed(sorted(whole), 3)} with {count} workers: then each device "
+                f"holds these {num_bytes:,} bytes, and their slots, whole.",
+                f"sizes of which one is a multiple of each of {listed([str(n) for n in sizes if n > 1])}, or other --workers",
+            )
 
 
 def require_own_rows(devices: Sequence[jax.Device], replicas: Sequence[range]) -> None:

@@ -2,7 +2,7 @@
 """Reads and sets variables between programs, including those whose replicas have their own values."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -11,13 +11,16 @@ from jax.sharding import NamedSharding
 
 from phalanx._src import compat
 from phalanx._src.compat import Variable, raw_value
-from phalanx._src.mesh.arrays import spans_processes
+from phalanx._src.mesh.arrays import put_parts, spans_processes
 from phalanx._src.mesh.topology import Topology, whole
 from phalanx._src.programs.slots import forget, parted, restored, slot_of
 from phalanx._src.tracing.boundary import combined
 from phalanx._src.tracing.policy import Combine, policy_of
 from phalanx._src.tracing.update_sharding import sharding_of
 from phalanx._src.typed_jax import with_sharding_constraint
+
+PartOf = Callable[[Any], np.ndarray]
+"""Returns the part of a value that has an index, as JAX describes the index."""
 
 
 def to_host(array: Any) -> np.ndarray:
@@ -96,11 +99,11 @@ def put_share(variable: Variable, share: Share | None, home: Topology) -> None:
     slot.components = home.put_per_replica([rows])[0]
 
 
-def put_values(values: Sequence[tuple[Variable, np.ndarray]], home: Topology | None = None) -> None:
+def put_values(values: Sequence[tuple[Variable, np.ndarray | PartOf]], home: Topology | None = None) -> None:
     """Stores values.
 
     Args:
-      values: the variables and their values.
+      values: the variables and their values; of a variable that is sharded over workers, a function that returns a part of it.
       home: devices on which to place them, if all workers have the same values. With None, the next program broadcasts them first.
     """
     for variable, value in values:
@@ -108,7 +111,9 @@ def put_values(values: Sequence[tuple[Variable, np.ndarray]], home: Topology | N
         if home is None:
             compat.set_raw_values([variable], [jax.device_put(value)])
             continue
-        array = home.put_variable(value, sharding_of(home, variable))
+        sharding = sharding_of(home, variable)
+        placed = put_parts(variable.shape, sharding, value) if callable(value) else home.put_variable(value, sharding)
+        array: jax.Array = placed
         compat.set_raw_values([variable], [array])
         slot = slot_of(variable)
         slot.store(array, home)

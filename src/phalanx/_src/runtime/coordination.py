@@ -201,17 +201,27 @@ def break_off() -> None:
     _end_client()
 
 
-def share(data: bytes | None) -> bytes:
+def share(data: bytes | None, name: str = "state") -> bytes:
     """Returns the bytes that one process of the group passes, sent through the service. The others pass None.
+
+    Args:
+      data: the bytes.
+      name: what they are. Each group shares it once.
 
     Raises:
       RuntimeError: the group has lost a process.
     """
     client = distributed_state.client
     if data is not None:
-        client.key_value_set_bytes("phalanx/shared", data)
-    shared: bytes = client.blocking_key_value_get_bytes("phalanx/shared", 1000 * _SHARE_S)
+        client.key_value_set_bytes(f"phalanx/shared/{name}", data)
+    shared: bytes = client.blocking_key_value_get_bytes(f"phalanx/shared/{name}", 1000 * _SHARE_S)
     return shared
+
+
+def share_each(data: bytes, name: str) -> list[bytes]:
+    """Returns the bytes that each process of the group passes, by rank. See `share`."""
+    ranks = range(jax.process_count())
+    return [share(data if rank == jax.process_index() else None, f"{name}/{rank}") for rank in ranks]
 
 
 def _end_client() -> None:

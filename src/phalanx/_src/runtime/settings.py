@@ -16,7 +16,7 @@ class ProcessSettings:
       logits_recovery: whether steps compute a cross-entropy from the logits of its probabilities.
       wraps_one_replica: whether the only replica of a strategy gets a `PerReplica`, too, so that its rows can be told from other arrays.
       emulates_tpus: whether a program that asks for a TPU system gets all CPU devices, as chips in a row.
-      hollow_bytes: number of bytes from which a new variable gets no array, and is read as zeros. None if every variable gets one.
+      hollow_bytes: number of bytes from which a new variable gets no array, whatever it is assigned, and is read as zeros. None if every variable gets one.
       convert: function of an array that is sharded over the replicas. Programs are traced for its result. None for the array itself.
     """
 

@@ -20,8 +20,12 @@ from phalanx._src.mesh.shares import Shares
 from phalanx._src.mesh.topology import Topology, axes_of
 from phalanx._src.options import CommunicationImplementation, CommunicationOptions, ElasticOptions
 from phalanx._src.runtime import bootstrap
+from phalanx._src.runtime.settings import settings
 from phalanx._src.strategies.synchronous import SynchronousStrategy, check_choices
 from phalanx.errors import InvalidArgumentError, arguments, shown
+
+_HOLLOW_BYTES = 1 << 14
+"""The size from which a variable gets no value in a process that has not joined the others yet."""
 
 
 class MultiWorkerMirroredStrategy(SynchronousStrategy):
@@ -112,16 +116,12 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
                 'replica_weights="auto"',
             )
         self._axes, self._layout = axes_of(model_axis), layout_of(layout)
-        if self._layout is not None and membership.is_elastic():
-            raise InvalidArgumentError(
-                f"layout={shown(layout)} in an elastic group",
-                "the shards of a process would be lost with it.",
-                "phalanx run --workers 4, and a BackupAndRestore or CheckpointManager from which a restart continues",
-            )
         self._elastic = elastic or ElasticOptions()
         self._stall_timeout_s = stall_timeout_s or options.timeout_seconds
         # Before `jax.devices()`, because JAX cannot join a cluster after it has used its devices.
         bootstrap.start(resolver, options.timeout_seconds, self._stall_timeout_s)
+        if membership.is_elastic():
+            _require_replicas(self._axes, len(jax.local_devices()))
         topology = self._present_topology()
         _require_implementation(options.implementation, topology)
         if local_updates is not None and membership.is_elastic():
@@ -165,11 +165,24 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
 
     def _present_topology(self, source: int = 0, *, is_measured: bool = False) -> Topology:
         """Returns the topology of the present JAX devices, whose replicas have equal shares of a batch at first."""
+        if self._layout is not None and membership.is_elastic():
+            # A process that joins the others gets its shards from them. Until then it would hold the whole model.
+            settings.hollow_bytes = _HOLLOW_BYTES if membership.is_late() else None
         shares = Shares(is_measured=is_measured)
         topology = Topology(tuple(jax.devices()), self._axes, self._layout, source, shares=shares)
         if self._elastic.scale_batch and membership.is_elastic():
             shares.part = Fraction(topology.num_workers, membership.most_workers())
         return topology
+
+
+def _require_replicas(axes: Sequence[tuple[str, int]], devices: int) -> None:
+    per_replica, sizes = math.prod(size for _, size in axes), membership.sizes()
+    if wrong := [count for count in sizes if count * devices % per_replica]:
+        raise InvalidArgumentError(
+            f"model_axis={axes[0]} in an elastic group of {sizes[0]} to {sizes[-1]} workers",
+            f"with {wrong[0]} workers, their {wrong[0] * devices} devices cannot be divided into replicas of {per_replica}.",
+            f"phalanx run --devices-per-worker {per_replica}",
+        )
 
 
 def _require_own_groups(size: int, devices: int) -> None:

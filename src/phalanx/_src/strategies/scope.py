@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The context manager that makes a strategy current."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Generic, TypeVar
+
+from jax.sharding import NamedSharding
 
 from phalanx._src import compat
 from phalanx._src.tracing import context
@@ -31,7 +34,7 @@ class Scope(Generic[S]):
                 # Keras creates variables without calling a strategy, but asks its current distribution for their placement.
                 home = self._strategy.storage.of_new_variables
                 if home is not None:
-                    stack.enter_context(compat.variable_layout(home.sharding_of_new, home.mesh))
+                    stack.enter_context(compat.variable_layout(self._sharding_of_new, home.mesh))
             self._open.append(stack.pop_all())
         return self._strategy
 
@@ -39,6 +42,10 @@ class Scope(Generic[S]):
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self._open.pop().__exit__(kind, error, traceback)
+
+    def _sharding_of_new(self, path: str, shape: Sequence[int]) -> NamedSharding | None:
+        # In an elastic group, the devices may have changed since the scope was opened.
+        return self._strategy.storage.sharding_of_new(path, shape)
 
 
 def _require_enterable(strategy: AbstractStrategy) -> None:

@@ -32,4 +32,6 @@ def test_description_of_a_generation(monkeypatch):
     assert found["task"] == {"type": "worker", "index": 1}
     assert generation.size == 2
     monkeypatch.setenv(membership.MOST, "4")
+    monkeypatch.setenv(membership.LEAST, "2")
     assert membership.most_workers() == 4
+    assert list(membership.sizes()) == [2, 3, 4]

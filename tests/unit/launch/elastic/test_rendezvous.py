@@ -5,14 +5,13 @@ import queue
 import socket
 import threading
 from pathlib import Path
-from types import MappingProxyType
 
 import pytest
 from tests.waiting import wait_until
 
 from phalanx._src.cluster.connections.secret import TOKEN, new_token
 from phalanx._src.cluster.watch.meeting import Accusation
-from phalanx._src.cluster.watch.membership import MEMBER, MOST, RENDEZVOUS, Membership
+from phalanx._src.cluster.watch.membership import LEAST, MEMBER, MOST, RENDEZVOUS, Membership
 from phalanx._src.launch.elastic.messages import LauncherReport, environment_of
 from phalanx._src.launch.elastic.remote_rendezvous import RemoteRendezvous
 from phalanx._src.launch.elastic.rendezvous import Rendezvous
@@ -51,9 +50,9 @@ class Hall:
         running = self.running if running is None else running
         return self.rendezvous.report(LauncherReport(running, len(running) if hopeful is None else hopeful, **more))
 
-    def meet(self, members, progress=None, call=0, variables=MappingProxyType({})):
+    def meet(self, members, progress=None, call=0):
         progress = progress or {}
-        met = [meeting(m, progress.get(m.number, [0]), call, variables.get(m.number, "")) for m in members]
+        met = [meeting(m, progress.get(m.number, [0]), call) for m in members]
         return [each() for each in met]
 
     def until_ready(self, number):
@@ -63,13 +62,13 @@ class Hall:
         wait_until(lambda: number not in self.rendezvous._members)
 
 
-def meeting(member, progress=(0,), call=0, variables=""):
+def meeting(member, progress=(0,), call=0):
     """Lets a member wait for its generation in a thread. Returns a function that returns the generation, or the error."""
     met = queue.SimpleQueue()
 
     def meet():
         try:
-            met.put(member.meet(call=call, progress=list(progress), variables=variables))
+            met.put(member.meet(call=call, progress=list(progress)))
         except StartupError as e:  # The rendezvous has ended.
             met.put(e)
 
@@ -121,26 +120,26 @@ def test_first_generation_waits_for_all(hall):
     found = hall(1)
     generations = found.meet(found.members(0, 1, 2))
     assert [g.rank for g in generations] == [0, 1, 2]
-    assert len({(g.number, g.service, g.addresses, g.source) for g in generations}) == 1
+    assert len({(g.number, g.service, g.addresses) for g in generations}) == 1
     assert (generations[0].number, generations[0].service) == (1, "service 1 for 3")
     assert len(set(generations[0].addresses)) == generations[0].size == 3
     assert '"index"' in generations[2].tf_config()
 
 
 def test_others_form_the_next_generation(hall):
-    """Without the one that has died; the most advanced one is the source, and ranks keep their order."""
+    """Without the one that has died. Ranks keep their order."""
     found = hall(1)
     first, second, third = members = found.members(0, 1, 2)
     found.meet(members)
     hang_up(first)
     generations = found.meet([second, third], {1: [7, 0, 0], 2: [8, 0, 0]})
-    assert [(g.number, g.rank, g.size, g.source) for g in generations] == [(2, 0, 2, 1), (2, 1, 2, 1)]
+    assert [(g.number, g.rank, g.size) for g in generations] == [(2, 0, 2), (2, 1, 2)]
     assert found.rendezvous.steps == 8
     wait_until(lambda: found.said == ["Generation 2: workers 1, 2 continue."])
 
 
 def test_too_few_wait_for_another(hall):
-    """With a minimum of two, the one that is left waits until a newcomer is there, and is the source."""
+    """With a minimum of two, the one that is left waits until a newcomer is there, and is the first."""
     found = hall(2)
     first, second = members = found.members(0, 1)
     found.meet(members)
@@ -151,7 +150,7 @@ def test_too_few_wait_for_another(hall):
     waiting = meeting(first, [5, 0, 0])
     wait_until(lambda: found.said == ["Too few workers are left: 1 of at least 2. They wait for others."])
     generations = [*found.meet([newcomer], {1: [-1]}), waiting()]
-    assert [(g.number, g.rank, g.source) for g in generations] == [(2, 1, 0), (2, 0, 0)]
+    assert [(g.number, g.rank) for g in generations] == [(2, 1), (2, 0)]
 
 
 def test_newcomer_is_announced_to_the_chief(hall):
@@ -256,8 +255,8 @@ def test_state_of_the_training(hall):
 
 def test_environment_of_a_process():
     """It finds the rendezvous, and no fixed cluster."""
-    environment = environment_of("127.0.0.1:5", 3, 4, {"TF_CONFIG": "{}", "HOME": "/root"})
-    assert environment == {"HOME": "/root", RENDEZVOUS: "127.0.0.1:5", MEMBER: "3", MOST: "4"}
+    environment = environment_of("127.0.0.1:5", 3, 2, 4, {"TF_CONFIG": "{}", "HOME": "/root"})
+    assert environment == {"HOME": "/root", RENDEZVOUS: "127.0.0.1:5", MEMBER: "3", LEAST: "2", MOST: "4"}
 
 
 def test_end_of_the_rendezvous_is_an_error(hall):
@@ -290,21 +289,6 @@ def test_message_that_cannot_be_understood(hall):
     first._connection.say(b'{"kind": "Readiness", "call": 3}\n')
     wait_until(lambda: found.killed)
     assert found.killed[0][1].startswith("the rendezvous has failed: TypeError(")
-
-
-def test_some_are_ahead_of_others(hall):
-    """Then variables must be taken over. If all have made the same steps, not. All hear whether they have the same."""
-    found = hall(1)
-    first, second, third = members = found.members(0, 1, 2)
-    assert all(g.is_even and g.is_alike for g in found.meet(members, variables=dict.fromkeys(range(3), "a")))
-    hang_up(first)
-    generations = found.meet([second, third], {1: [4, 0, 0], 2: [4, 0, 0]}, variables={1: "a", 2: "b"})
-    assert all(g.is_even and not g.is_alike for g in generations)
-    (newcomer,) = found.members(0)
-    joining = meeting(newcomer, [-1])
-    found.until_ready(0)
-    generations = found.meet([second, third], {1: [5, 0, 0], 2: [5, 0, 0]})
-    assert not any(g.is_even for g in [*generations, joining()])
 
 
 def test_stranger_is_not_let_in(hall, monkeypatch):

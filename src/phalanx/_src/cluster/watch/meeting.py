@@ -18,18 +18,12 @@ class Generation(Message):
       service: address of JAX's coordination service for this generation.
       addresses: addresses of the processes, by rank.
       rank: rank of this process.
-      source: rank of the process whose variables the others take over, because it has made the most steps.
-      is_even: whether all have made these steps, so that none has to take anything over.
-      is_alike: whether all have the same variables.
     """
 
     number: int
     service: str
     addresses: tuple[str, ...]
     rank: int
-    source: int = 0
-    is_even: bool = True
-    is_alike: bool = False
 
     @property
     def size(self) -> int:
@@ -46,7 +40,6 @@ class Readiness(Message):
 
     call: int
     progress: tuple[int, ...]
-    variables: str
     address: str
 
 

@@ -25,8 +25,10 @@ from phalanx._src.cluster.connections.secret import secret_of
 from phalanx._src.cluster.watch import meeting
 from phalanx.errors import StartupError
 
-RENDEZVOUS, MEMBER, MOST = "PHALANX_RENDEZVOUS", "PHALANX_MEMBER", "PHALANX_MOST_WORKERS"
-"""The environment variables with the address of the rendezvous, the number of this process in it, and the most processes of a group."""
+RENDEZVOUS, MEMBER = "PHALANX_RENDEZVOUS", "PHALANX_MEMBER"
+"""The environment variables with the address of the rendezvous, and the number of this process in it."""
+LEAST, MOST = "PHALANX_LEAST_WORKERS", "PHALANX_MOST_WORKERS"
+"""The environment variables with the smallest and the largest number of processes in a group."""
 
 _CONNECT_S = 30.0
 _PATIENCE_S = 0.5
@@ -87,14 +89,13 @@ class Membership(threading.Thread):
         self._port = HeldPort(socket.getsockname()[0])
         self.start()
 
-    def meet(self, *, call: int, progress: Sequence[int], variables: str = "") -> meeting.Generation | None:
+    def meet(self, *, call: int, progress: Sequence[int]) -> meeting.Generation | None:
         """Waits for the next generation, and returns it. Returns None if the others have finished this training run.
 
         Args:
           call: number of training runs that this process began before, so that only processes in the same run meet.
           progress: progress of the variables that this process can send to others: the number of steps, then further increasing
             numbers. [-1] if it has no variables.
-          variables: fingerprint of its variables. Empty if it has none yet.
 
         Raises:
           StartupError: the rendezvous has ended.
@@ -102,7 +103,7 @@ class Membership(threading.Thread):
         """
         # Before the message: from then on, `accuse` must not name ranks of a generation that this process has left.
         self.generation = None
-        self._say(meeting.Readiness(call, tuple(progress), variables, self._port.address))
+        self._say(meeting.Readiness(call, tuple(progress), self._port.address))
         answer = self._next(self._generations)
         if isinstance(answer, meeting.Dismissal):
             self.is_late = True
@@ -173,6 +174,11 @@ def is_elastic() -> bool:
 def most_workers() -> int:
     """Returns the number of processes that the elastic group of this process has if none is missing."""
     return int(os.environ[MOST])
+
+
+def sizes() -> range:
+    """Returns the numbers of processes that the elastic group of this process may have."""
+    return range(int(os.environ[LEAST]), most_workers() + 1)
 
 
 def is_first() -> bool:

@@ -83,7 +83,7 @@ class ElasticGroup(Group):
             else Rendezvous(least, environment, self._kill, say, machines)
         )
         # Each machine has the same number of processes (`Machines.share`), so their numbers follow from its index.
-        self._first, self._most = machines.index * len(specs), machines.count * len(specs)
+        self._first, self._least, self._most = machines.index * len(specs), least, machines.count * len(specs)
         # All count as running before they are started, so that the first generation waits for them.
         self._report = LauncherReport(tuple(range(self._first, self._first + len(specs))), len(specs))
         # Last: nobody would remove the folder of a group that could not be made, because its first machine is gone.
@@ -125,7 +125,7 @@ class ElasticGroup(Group):
     def _elastic(self, spec: ProcessSpec) -> ProcessSpec:
         """Returns a process with its number among those of all machines, which finds the rendezvous."""
         number = self._first + spec.task.index
-        environment = environment_of(self._rendezvous.address, number, self._most, spec.environment)
+        environment = environment_of(self._rendezvous.address, number, self._least, self._most, spec.environment)
         return replace(spec, task=Task(JOB, number), environment={**self._cache(), **environment})
 
     def _cache(self) -> dict[str, str]:

@@ -4,7 +4,7 @@
 from collections.abc import Mapping
 
 from phalanx._src.cluster.connections.messages import Message
-from phalanx._src.cluster.watch.membership import MEMBER, MOST, RENDEZVOUS
+from phalanx._src.cluster.watch.membership import LEAST, MEMBER, MOST, RENDEZVOUS
 
 
 class LauncherReport(Message):
@@ -50,14 +50,15 @@ class KillRequest(Message):
     why: str
 
 
-def environment_of(address: str, number: int, most: int, environment: Mapping[str, str]) -> dict[str, str]:
+def environment_of(address: str, number: int, least: int, most: int, environment: Mapping[str, str]) -> dict[str, str]:
     """Returns the environment of a process, with which it finds the rendezvous instead of a fixed cluster.
 
     Args:
       address: address of the rendezvous.
       number: number of the process.
+      least: number of processes without which the group cannot continue.
       most: number of processes if none is missing.
       environment: the rest.
     """
     rest = {name: value for name, value in environment.items() if name != "TF_CONFIG"}
-    return {**rest, RENDEZVOUS: address, MEMBER: str(number), MOST: str(most)}
+    return {**rest, RENDEZVOUS: address, MEMBER: str(number), LEAST: str(least), MOST: str(most)}

@@ -327,15 +327,10 @@ class Rendezvous(threading.Thread):
             return
         self._generation = _Generation(self.generation + 1, tuple(m.number for m in members))
         readies = [m.ready for m in members if m.ready]
-        # Variables come from a survivor. The first generation has none, and then rank 0 counts as the source.
-        progress = [ready.progress for ready in readies[: len(survivors)]]
-        source = progress.index(max(progress)) if progress else 0
         call, addresses = members[0].call, tuple(ready.address for ready in readies)
-        is_even = all(ready.progress == readies[source].progress for ready in readies)
-        is_alike = all(ready.variables == readies[source].variables for ready in readies)
         for rank, member in enumerate(members):
             member.ready, member.generation, member.rank, member.call = None, self.generation, rank, call
-            member.peer.say(meeting.Generation(self.generation, service, addresses, rank, source, is_even, is_alike))
+            member.peer.say(meeting.Generation(self.generation, service, addresses, rank))
         self._pending_s = None
         if self.generation > 1:
             numbers = ", ".join(map(str, self._generation.members))

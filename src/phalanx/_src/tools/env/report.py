@@ -50,6 +50,7 @@ _HARMLESS = frozenset(
         "NPROC",
         "OMP_NUM_THREADS",
         "PHALANX_CPU_DEVICES",
+        "PHALANX_LEAST_WORKERS",
         "PHALANX_MEMBER",
         "PHALANX_MOST_WORKERS",
         "PHALANX_PROFILE",
