@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from launching import RUN, run, script
 from sharded_training import compiled, train
-from test_elastic import JOB, Disturbed, again_if_a_message_is_lost
+from test_elastic import FIT, JOB, Disturbed, again_if_a_message_is_lost, kill_member, run_script
 from tests.waiting import DEADLINE_S, wait_until
 
 import phalanx
@@ -128,3 +128,32 @@ def test_layout_that_fewer_processes_cannot_keep(tmp_path, options):
     assert (code == 0) == (not message), out + errors
     assert message in out + errors
     assert out.count("trained") == (0 if message else 2)
+
+
+@pytest.mark.exhaustive("test_others_have_the_shards_of_a_lost_process, and test_elastic.py for whole variables")
+@again_if_a_message_is_lost
+def test_callbacks_of_a_training_with_shards(tmp_path):
+    """Each batch and epoch is reported once, although a loss in a validation goes back to a copy within the epoch."""
+    source = FIT.replace(
+        "MultiWorkerMirroredStrategy(", "MultiWorkerMirroredStrategy(layout=phalanx.fully_sharded(min_size=1)"
+    )
+    source = re.sub(r"    keras.callbacks.ModelCheckpoint.*\n", "", source)
+    source = source.replace(
+        "    def on_epoch_begin",
+        "    def on_test_batch_end(self, batch, logs=None):\n        pace()\n    def on_epoch_begin",
+    )
+
+    def kill_both(process):
+        for number in (0, 1):
+            kill_member(tmp_path, number, process)
+
+    code, output = run_script(tmp_path, source, disturb=kill_both)
+    assert code == 0, output
+    found = [eval(line) for line in re.findall(r"(\{\"heard.*\})", output)]
+    assert len(found) == 2, output
+    for each in found:
+        heard = [tuple(event) for event in each["heard"]]
+        assert len(set(zip(heard, np.cumsum([kind == "begin" for kind, _ in heard]), strict=True))) == len(heard)
+        assert each["epochs"] == len(each["losses"]) == 20
+    assert found[0]["losses"] == found[1]["losses"]
+    assert found[0]["same"] == found[1]["same"]
