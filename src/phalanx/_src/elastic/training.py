@@ -268,8 +268,8 @@ class Training:
             return self._brought
         topology = self._strategy.topology
         if topology.divides_over_workers:
-            # The present shards of a lost process are lost, and one that has just joined has no copies yet.
-            return self._copies or [_NOTHING]
+            # The present shards of a lost process are lost with it.
+            return self._copies
         watchdog, are_here = watch.own(), isinstance(cause, GroupChange)
         # If the watchdog has counted no step since, no program has consumed the variables: they are those before the step.
         is_whole = are_here or not self._is_inside or watchdog is None or watchdog.steps == self._steps_before
