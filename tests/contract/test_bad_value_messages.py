@@ -71,7 +71,9 @@ VERBS = {
     r"a value that is a structured array": lambda: STRATEGY.replicate(np.zeros(2, [("a", "f4"), ("b", "i4")])),
     r"a value with the number 1099511627776 .*: it does not fit": lambda: STRATEGY.replicate(np.array([2**40])),
     r"a value with the number 1e\+300: it does not fit": lambda: returned(all_reduced(1e300)),
-    r"a value of dtype key<fry>: random keys have no sum or mean.\nHINT: strategy.exp": lambda: ONE.reduce("SUM", KEY, axis=None),
+    r"a value of dtype key<fry>: random keys have no sum or mean.\nHINT: strategy.exp": lambda: ONE.reduce(
+        "SUM", KEY, axis=None
+    ),
     r"the step yielding: it has `yield` or `async`.*\nHINT: def yielding": lambda: STRATEGY.run(yielding),
     r"the step awaiting: it has `yield` or `async`": lambda: phalanx.get_strategy().run(awaiting),
     r"the step yielding: it has `yield`": lambda: phalanx.function(yielding),
