@@ -1,4 +1,4 @@
-"""A training with fully sharded variables that a test disturbs: `python -m tests.cluster.sharded_training fit|loop EPOCHS FOLDER`.
+"""A training with fully sharded variables that a test disturbs: `python -m tests.cluster.sharded_training even|fit|backup|loop EPOCHS FOLDER`.
 
 Each process looks at its bytes all the time, and writes down the largest part of a sharded variable that it has had.
 """
@@ -16,15 +16,16 @@ from benchmarks.elastic_script import Noting, Record
 from phalanx._src.elastic import copies
 from phalanx._src.mesh.topology import Topology
 
-ROWS, BATCH = 50, 12
-"""The last batch of an epoch has two rows: not all of three replicas get one."""
+BATCH = 12
+ROWS = {"even": 48, "fit": 50, "backup": 50, "loop": 50}
+"""Rows by the kind of training. The last batch of 50 has two: not all of three replicas get one."""
 SHAPES = {(10, 768), (768, 12)}
 """Kernels, and their slots. The first is sharded along one dim over two processes, and along the other over three."""
 
 
-def data() -> np.ndarray:
+def data(how: str) -> np.ndarray:
     """The rows, which are their own targets."""
-    return np.random.default_rng(0).normal(size=(ROWS, 10)).astype("float32")
+    return np.random.default_rng(0).normal(size=(ROWS[how], 10)).astype("float32")
 
 
 def compiled() -> keras.Model:
@@ -38,9 +39,9 @@ def compiled() -> keras.Model:
     return model
 
 
-def train(model: keras.Model, epochs: int, callbacks: list[keras.callbacks.Callback]) -> list[float]:
+def train(how: str, model: keras.Model, epochs: int, callbacks: list[keras.callbacks.Callback]) -> list[float]:
     """Trains, and returns the losses."""
-    x = data()
+    x = data(how)
     history = model.fit(x, x, batch_size=BATCH, epochs=epochs, shuffle=False, verbose=0, callbacks=callbacks)
     return [float(loss) for loss in history.history["loss"]]
 
@@ -62,7 +63,7 @@ def train_in_a_loop(strategy: phalanx.Strategy, model: keras.Model, epochs: int,
 
     losses = []
     for loss in phalanx.elastic.steps(
-        step, strategy.experimental_distribute_dataset(data(), batch_size=BATCH), epochs=epochs
+        step, strategy.experimental_distribute_dataset(data("loop"), batch_size=BATCH), epochs=epochs
     ):
         losses.append(float(loss))
         record.note()
@@ -115,7 +116,7 @@ def main(how: str, epochs: int, folder: Path) -> None:
         losses = train_in_a_loop(strategy, model, epochs, record)
     else:
         backup = [phalanx.keras.BackupAndRestore(folder / "backup", save_freq=3)] if how == "backup" else []
-        losses = train(model, epochs, [Noting(record), *backup])
+        losses = train(how, model, epochs, [Noting(record), *backup])
     weights = model.get_weights()
     print("parts", parts.largest, flush=True)
     if strategy.extended.should_checkpoint:
