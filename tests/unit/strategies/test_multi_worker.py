@@ -54,6 +54,7 @@ def test_wrong_choices_are_refused_before_the_processes_meet(given, message):
 def test_refused_groups_leave_no_strategy(monkeypatch):
     """`fit` outside a scope looks at all strategies. A process of an elastic group has one of the replicas here."""
     monkeypatch.setattr(multi_worker.membership, "is_elastic", lambda: True)
+    monkeypatch.setattr(multi_worker.membership, "sizes", lambda: range(1, 3))
     monkeypatch.setattr(Topology, "local_replicas", property(lambda _: range(1)))
     before = set(living_strategies())
     with pytest.raises(phalanx.errors.InvalidArgumentError, match="replicas_per_group=2 in an elastic group") as error:
