@@ -211,7 +211,7 @@ def of_processes():
         Case(
             phalanx.experimental.CentralStorageStrategy,
             {"compute_devices": ["cpu:1"], "parameter_device": "cpu:0"},
-            takes={"compute_devices": {"integer of NumPy"}},
+            takes={"compute_devices": NONE | {"integer of NumPy"}},
         ),
         Case(phalanx.coordinator.ClusterCoordinator, {"strategy": None}),
         Case(phalanx.experimental.ShardedVariable, {"variable": None}, takes={"strategy": set()}),

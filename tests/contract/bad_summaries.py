@@ -93,7 +93,7 @@ def of_summaries():
         Case(
             recording(summary.histogram),
             {**common, "data": jnp.ones(3), "buckets": 3},
-            takes={**takes, "data": numbers, "buckets": {"integer of NumPy"}},
+            takes={**takes, "data": numbers, "buckets": NONE | {"integer of NumPy"}},
         ),
         Case(recording(summary.image), {**common, **limited, "data": images}, takes={**takes, **count}),
         Case(

@@ -34,7 +34,7 @@ def of_strategies():
             {"devices": ["cpu:0", "cpu:1"]},
             # A flag with three values, and a layout that divides nothing.
             takes={
-                "devices": {"integer of NumPy"},
+                "devices": NONE | {"integer of NumPy"},
                 "weight_update_sharding": {"None", "True"},
                 "layout": NONE | {"empty dict"},
             },

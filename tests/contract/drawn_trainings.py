@@ -406,8 +406,9 @@ def arrays_of(losses, outputs, alone, metrics, model):
 KERAS_WARNS = [
     pytest.mark.filterwarnings("ignore:You are passing weight as `float`"),
     pytest.mark.filterwarnings("ignore:Explicitly requested dtype int64"),
+    pytest.mark.filterwarnings("ignore:The states that the metric"),
 ]
-"""Marks of the tests: Keras's IoU metrics count in integers, and say so if the rows have weights."""
+"""Marks of the tests: Keras's IoU metrics count in integers, and say so if the rows have weights. In loops, what does not add up is warned of."""
 
 
 def assert_law(drawn, call):

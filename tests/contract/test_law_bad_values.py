@@ -22,6 +22,7 @@ def outcome(case, name, parameter, value, error):
     return None if is_good else f"{name}({parameter}={value}) is accepted"
 
 
+@pytest.mark.usefixtures("whole_tracebacks")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("values", ["few", "all"])
 @pytest.mark.parametrize("group", GROUPS)

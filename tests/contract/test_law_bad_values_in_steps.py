@@ -2,7 +2,6 @@
 
 import functools
 
-import jax
 import jax.numpy as jnp
 import keras
 import pytest
@@ -11,15 +10,6 @@ from bad_values import FEW, FUNCTIONS, VALUES, Hung, limited
 
 import phalanx
 from phalanx.errors import PhalanxError
-
-
-@pytest.fixture(scope="module", autouse=True)
-def whole_tracebacks():
-    """JAX looks at the file of each frame of an error, which takes most of the time of thousands of errors."""
-    before = jax.config.jax_traceback_filtering
-    jax.config.update("jax_traceback_filtering", "off")
-    yield
-    jax.config.update("jax_traceback_filtering", before)
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +51,7 @@ def outcome(run, case, name, parameter, value):
     return None
 
 
+@pytest.mark.usefixtures("whole_tracebacks")
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("values", ["few", "all"])
 @pytest.mark.parametrize("place", ["replica", "branch"])

@@ -32,8 +32,8 @@ def pause():
     while True:
         signal.pause()
 def note(name, text=""):
-    (here / f"{name}.new").write_text(str(text))
-    (here / f"{name}.new").replace(here / name)
+    (here / f"{name}.{os.getpid()}").write_text(str(text))
+    (here / f"{name}.{os.getpid()}").replace(here / name)
 def wait_for(name):
     while not (here / name).exists():
         time.sleep(0.01)
