@@ -264,6 +264,8 @@ def test_folder_that_cannot_be_made_is_refused(tmp_path, checkpoint):
         ({"max_to_keep": 0}, "max_to_keep=0: must be 1 or more checkpoints, or None for all."),
         ({"keep_checkpoint_every_n_hours": -1}, "keep_checkpoint_every_n_hours=-1"),
         ({"checkpoint_name": "a/b"}, "checkpoint_name='a/b': must be the beginning of a file name."),
+        ({"checkpoint_name": "a\n"}, r"checkpoint_name='a\n': must be the beginning of a file name."),
+        ({"checkpoint_name": "a\0"}, r"checkpoint_name='a\x00': must be the beginning of a file name."),
         ({"checkpoint_interval": 10}, "either both must be given or none."),
         ({"checkpoint_interval": 0, "step_counter": 1}, "checkpoint_interval=0: must be 1 or more steps."),
         ({"checkpoint_interval": 10, "step_counter": 1}, "step_counter=1"),

@@ -107,6 +107,16 @@ def test_damaged_array_is_refused(tmp_path, dtype):
         stored.array("damaged")
 
 
+def test_file_that_has_grown_is_refused(tmp_path):
+    """Checksums cover all of it."""
+    file = store.file_of(tmp_path / "a")
+    store.write(file, {"a": np.ones(3)}, NOTES)
+    with open(file, "ab") as opened:
+        opened.write(b"x")
+    with pytest.raises(CheckpointError, match="some bytes belong to none"):
+        store.CheckpointFile(file)
+
+
 def test_files_that_are_refused(tmp_path):
     """Text, arrays that Phalanx did not write, and a folder, whose hint is the line to write."""
     (tmp_path / "text.safetensors").write_text("not a checkpoint, but a long text")

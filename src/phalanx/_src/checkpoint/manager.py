@@ -213,7 +213,7 @@ class CheckpointManager:
         arguments.seconds(
             "keep_checkpoint_every_n_hours", keep_checkpoint_every_n_hours, hint="keep_checkpoint_every_n_hours=1.0"
         )
-        if not isinstance(checkpoint_name, str) or not re.fullmatch(r"[^./][^/]*", checkpoint_name):
+        if not isinstance(checkpoint_name, str) or not re.fullmatch(r"[^./\x00-\x1f][^/\x00-\x1f]*", checkpoint_name):
             raise InvalidArgumentError(
                 f"checkpoint_name={shown(checkpoint_name)}",
                 "must be the beginning of a file name.",

@@ -108,8 +108,8 @@ class Tensors:
         self.metadata: dict[str, str] = dict(entries.pop("__metadata__", {}))
         self.entries = {name: TensorEntry.of(entry, len(self.header), size) for name, entry in entries.items()}
         # Or else a small file could fill the memory with many copies of its bytes.
-        if sum(entry.end - entry.begin for entry in self.entries.values()) > size - len(self.header):
-            raise ValueError("its arrays overlap")
+        if sum(entry.end - entry.begin for entry in self.entries.values()) != size - len(self.header):
+            raise ValueError("its arrays overlap, or some bytes belong to none")
 
     def array(self, name: str) -> np.ndarray:
         """Reads an array of one of `DTYPES`.
