@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Folders of object stores, such as `gs://bucket/run`: what must be done otherwise there than on a disk.
+"""Files in folders of object stores, such as `gs://bucket/run`, where some operations differ from those on a disk.
 
 Paths of such folders are those of universal_pathlib, which act as paths of `pathlib`. Stores have no locks, no links, and no unfinished
 files: an object is there completely or not at all.
@@ -19,7 +19,7 @@ _PROBE = ".phalanx-may-write"
 
 
 class FileStatus(NamedTuple):
-    """What is known about a file of a store.
+    """The status of a file of a store, with the names of `os.stat_result`.
 
     Args:
       st_mtime: the time of its last change, in seconds.
@@ -114,12 +114,14 @@ def require_writable(folder: Path) -> None:
         store.rm_file(path)
 
 
-def status_of(file: Path) -> FileStatus:
-    """Returns the status of a file.
+def status_of(file: Path) -> os.stat_result | FileStatus:
+    """Returns the status of a file on a disk or in a store.
 
     Raises:
       OSError: there is none, or the store does not answer.
     """
+    if not is_remote(file):
+        return file.lstat()
     store, path = _place_of(file)
     with as_os_error():
         return FileStatus(store.modified(path).timestamp(), int(store.size(path)))

@@ -42,7 +42,7 @@ def with_status(files: Iterable[Path]) -> Iterator[tuple[Path, os.stat_result | 
     """Yields each file with its status, but for those that another process has renamed or deleted since they were listed."""
     for file in files:
         try:
-            status = status_of(file) if is_remote(file) else file.lstat()
+            status = status_of(file)
         except FileNotFoundError:
             continue
         yield file, status

@@ -239,7 +239,7 @@ class RayNodes:
         self._machine = Machine(cores * workers, tuple(map(str, range(gpus * workers))))
         self._places = Places(
             lambda: [("worker", {"CPU": cores, **({"GPU": gpus} if gpus else {})})] * workers,
-            asked=f"phalanx run --ray {self._address} --workers {workers}",
+            subject=f"phalanx run --ray {self._address} --workers {workers}",
             hint="ray status    shows who has them; ask for fewer workers, or end other jobs",
             timeout_s=self.timeout_s,
             is_packed=bool(gpus),

@@ -45,7 +45,7 @@ class Places:
     Args:
       needs: returns for each process the name of its job, and its resources by Ray's names, such as `{"CPU": 4}`. While there is no
         room for them, it is called again: nodes come, and Ray notices late that one is lost.
-      asked: what needs the places, for messages.
+      subject: what needs the places, for messages.
       hint: what to do if there is no room for them.
       timeout_s: how long to wait for them, in seconds.
       variables: environment variables of their processes, besides those of the node and of Ray's `runtime_env`.
@@ -56,14 +56,14 @@ class Places:
         self,
         needs: Callable[[], Needs],
         *,
-        asked: str,
+        subject: str,
         hint: str,
         timeout_s: float,
         variables: Mapping[str, str] | None = None,
         is_packed: bool = False,
     ) -> None:
-        self._ray = optional_module("ray", asked, "ray")
-        self._asked, self._hint, self._timeout_s = asked, hint, timeout_s
+        self._ray = optional_module("ray", subject, "ray")
+        self._subject, self._hint, self._timeout_s = subject, hint, timeout_s
         self._options = {"runtime_env": {"env_vars": dict(variables)}} if variables else {}
         self._needs, self._strategy = needs, "PACK" if is_packed else "SPREAD"
         self._make(needs())
@@ -89,7 +89,7 @@ class Places:
         except self._ray.exceptions.GetTimeoutError:
             pass
         problem = f"after {self._timeout_s:g} s Ray {problem} for {self._described}. Free are {self._free()}."
-        raise StartupError(self._asked, problem, self._hint)
+        raise StartupError(self._subject, problem, self._hint)
 
     def _make(self, needs: Needs) -> None:
         self._made, self._resources = needs, [dict(resources) for _, resources in needs]
@@ -118,7 +118,7 @@ class Places:
         self._ray.util.remove_placement_group(self._group)
 
     def _at(self, index: int) -> dict[str, object]:
-        strategies = optional_module("ray.util.scheduling_strategies", self._asked, "ray")
+        strategies = optional_module("ray.util.scheduling_strategies", self._subject, "ray")
         place = strategies.PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
         return {**self._options, "scheduling_strategy": place}
 

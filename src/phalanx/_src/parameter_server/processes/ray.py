@@ -272,7 +272,7 @@ class RayCluster:
             in_runtime_env = self._ray.get_runtime_context().runtime_env.get("env_vars", {})
             self._places = Places(
                 functools.partial(_needs, self._ray, self.workers, self.ps, resources),
-                asked=subject,
+                subject=subject,
                 hint="ray status    shows who has them; "
                 'ParameterServerStrategy(resources={"worker": {"CPU": 1}, "ps": {"CPU": 1}}), or fewer of them',
                 timeout_s=start_timeout_s(os.environ),

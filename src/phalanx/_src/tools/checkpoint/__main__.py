@@ -19,9 +19,9 @@ import numpy as np
 from phalanx._src.checkpoint.checkpoint import Checkpoint
 from phalanx._src.checkpoint.manager import latest_checkpoint, numbered
 from phalanx._src.checkpoint.reader import CheckpointReader, load_checkpoint
-from phalanx._src.checkpoint.remote import is_remote, path_from
+from phalanx._src.checkpoint.remote import is_remote, path_from, status_of
 from phalanx._src.checkpoint.restoration import Restoration
-from phalanx._src.checkpoint.shards import size_on_disk, with_status
+from phalanx._src.checkpoint.shards import size_on_disk
 from phalanx._src.checkpoint.status import CheckpointStatus
 from phalanx._src.checkpoint.store import CheckpointFile, export_arrays
 from phalanx._src.cluster.untrusted import new_file
@@ -48,10 +48,9 @@ def ls(folder: str) -> int:
     for _, file in checkpoints:
         try:
             arrays = str(len(load_checkpoint(str(file)).get_variable_to_shape_map()))
-            ((_, status),) = with_status([file])
-            rows.append((str(file), _time(status.st_mtime), _size(size_on_disk(file)), arrays))
+            rows.append((str(file), _time(status_of(file).st_mtime), _size(size_on_disk(file)), arrays))
         # A training run may delete its oldest checkpoints at any time.
-        except (CheckpointError, OSError, ValueError):
+        except (CheckpointError, OSError):
             rows.append((str(file), "", "", "cannot be read"))
     if not checkpoints:
         raise CheckpointError(call, "the folder contains no checkpoint.", hint)
