@@ -285,7 +285,14 @@ class EpochData:
         self._iterator, self._reading, self._is_checked = None, None, False
 
     def set_state(self, state: State) -> None:
-        """Makes the next epoch continue from a position."""
+        """Makes the next epoch continue from a position.
+
+        Raises:
+          InputError: the position belongs to other data.
+        """
+        # Now, and not when the epoch begins: a restore of a checkpoint then has changed nothing yet.
+        if state["iterator"] is not None:
+            self._dataset.require_position(state["iterator"])
         self._restored = state
 
     def _begin_epoch(self) -> bool:

@@ -175,3 +175,66 @@ def test_wrappers_and_schedules_are_exchanged(tmp_path):
         slots = [slot for slot in optimizer.variables if "momentum" in slot.name or "velocity" in slot.name]
         assert len(slots) == 8
         assert {float(slot.numpy().mean()) for slot in slots} == {number + 1.0}
+
+
+LATER = {
+    "average": {"use_ema": True},
+    "accumulation": {"gradient_accumulation_steps": 4},
+    "both": {"use_ema": True, "gradient_accumulation_steps": 4},
+}
+
+
+@pytest.mark.parametrize("is_built", [True, False], ids=["built", "not_built"])
+@pytest.mark.parametrize("wrap", [lambda o: o, optimizers.LossScaleOptimizer], ids=["plain", "loss_scale"])
+@pytest.mark.parametrize("options", LATER.values(), ids=list(LATER))
+def test_optimizer_that_averages_or_accumulates_goes_on(tmp_path, options, wrap, is_built):
+    """An average that the file lacks begins as the restored weights; `iterations` counts updates, whatever the number of calls."""
+    model, optimizer = chain(), optimizers.Adam(0.1)
+    train(model.trainable_variables, optimizer, 7)
+    path = Checkpoint(model=model, optimizer=optimizer).write(tmp_path / "before")
+    other = chain(seed=1)
+    inner = optimizers.Adam(0.1, **options)
+    later = wrap(inner)
+    if is_built:
+        later.build(other.trainable_variables)
+    Checkpoint(model=other, optimizer=later).read(path).expect_partial()
+    later.build(other.trainable_variables)
+    assert int(inner.iterations) == 7
+    if "use_ema" in options:
+        averages = [v for v in inner.variables if v.path.endswith("average")]
+        for average, weight in zip(averages, model.trainable_variables, strict=True):
+            np.testing.assert_array_equal(average, weight)
+    if "gradient_accumulation_steps" in options:
+        inner.apply([np.ones(v.shape, "float32") for v in other.trainable_variables], other.trainable_variables)
+        path = Checkpoint(model=other, optimizer=later).write(tmp_path / "within")  # One of four gradients.
+        three = optimizers.Adam(0.1, gradient_accumulation_steps=3)
+        three.build(other.trainable_variables)
+        for slot in three.variables:
+            slot.assign(np.ones(slot.shape))
+        Checkpoint(model=other, optimizer=three).read(path).expect_partial()
+        assert int(three.iterations) == 7
+        assert not any(v.numpy().any() for v in three.variables if "accumulator" in v.path)
+
+
+def test_average_of_a_new_layer_begins_as_its_weights(tmp_path):
+    model, optimizer = chain(), optimizers.Adam(0.1, use_ema=True)
+    train(model.trainable_variables, optimizer, 3)
+    path = Checkpoint(model=model, optimizer=optimizer).write(tmp_path / "before")
+    other, later = chain(("a", "b", "c"), seed=1), optimizers.Adam(0.1, use_ema=True)
+    later.build(other.trainable_variables)
+    Checkpoint(model=other, optimizer=later).read(path).expect_partial()
+    averages = [v for v in later.variables if v.path.endswith("average")]
+    wanted = [v.numpy() for v in optimizer.variables if v.path.endswith("average")]
+    for average, expected in zip(averages, [*wanted, *other.layers[-1].get_weights()], strict=True):
+        np.testing.assert_array_equal(average, expected)
+
+
+def test_average_without_weights_is_refused(tmp_path):
+    model, optimizer = chain(), optimizers.Adam(0.1)
+    train(model.trainable_variables, optimizer, 3)
+    path = Checkpoint(optimizer=optimizer).write(tmp_path / "before")
+    later = optimizers.Adam(0.1, use_ema=True)
+    later.build(model.trainable_variables)
+    with pytest.raises(CheckpointMismatchError, match="has neither averages nor weights"):
+        Checkpoint(optimizer=later).read(path)
+    assert int(later.iterations) == 0

@@ -8,7 +8,7 @@ import pytest
 from keras import layers
 from twins import replicas
 
-from phalanx.errors import ContextError, InvalidArgumentError
+from phalanx.errors import CheckpointMismatchError, ContextError, InvalidArgumentError
 from phalanx.keras import BackupAndRestore
 from phalanx.keras.backup import FitProgress
 
@@ -193,3 +193,27 @@ def test_run_that_a_callback_has_ended_stays_at_its_end(tmp_path, strategy):
     with pytest.raises(Stopped):
         fit(made(strategy), BackupAndRestore(tmp_path), End())
     assert (fit(made(strategy), BackupAndRestore(tmp_path), End()), End.ends) == ({}, 2)
+
+
+OTHER_DATA = {
+    "batches of another size": {"batch_size": 10},
+    "fewer rows": {"x": X[:60], "y": Y[:60]},
+    "a part for validation": {"validation_split": 0.2, "validation_data": None},
+    "a distributed dataset": {"batch_size": None},
+}
+
+
+@pytest.mark.parametrize("options", OTHER_DATA.values(), ids=list(OTHER_DATA))
+def test_position_in_other_data_is_refused_before_anything_is_restored(tmp_path, strategy, options, capsys):
+    with pytest.raises(Stopped):
+        fit(made(strategy), BackupAndRestore(tmp_path, save_freq=4), Stop(6))
+    if options is OTHER_DATA["a distributed dataset"]:
+        options = options | {"x": strategy.experimental_distribute_dataset((X, Y), batch_size=BATCH)}
+    model = made(strategy)
+    before = model.get_weights()
+    with pytest.raises(CheckpointMismatchError, match="does not fit this program: .*\nHINT: use the data and the batch"):
+        fit(model, BackupAndRestore(tmp_path, save_freq=4), **options)
+    for found, wanted in zip(model.get_weights(), before, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    assert int(model.optimizer.iterations) == 0
+    assert "resumed" not in "".join(capsys.readouterr())

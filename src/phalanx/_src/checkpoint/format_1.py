@@ -65,7 +65,7 @@ class OldNaming(Naming):
         return name
 
     @override
-    def slots(self, place: str, optimizer: Any, keys: dict[int, str]) -> Iterator[tuple[str, Variable]]:
+    def slots(self, place: str, optimizer: Any, keys: dict[int, str]) -> Iterator[tuple[str, compat.OptimizerSlot]]:
         before, variables = self._variables_of(place), compat.own_variables(optimizer)
         slots = {id(slot.variable): slot for slot in compat.slots_of(optimizer)}
         names = [self._name_before(slots[id(v)], keys) for v in variables]
@@ -79,13 +79,12 @@ class OldNaming(Naming):
         for i, (variable, name) in enumerate(zip(variables, names, strict=True)):
             index = indices.get(name, i if in_place else None)
             # "none" is not a position, so the file has no such name, and the slot is not restored.
-            yield under(place, f"variables/{'none' if index is None else index}"), variable
-            del slots[id(variable)]
+            yield under(place, f"variables/{'none' if index is None else index}"), slots.pop(id(variable))
         # The slots that remain are kept next to the optimizer (`compat.beside`), and are not among its `variables`.
         trained = {id(v): i for i, v in enumerate(compat.trained_by(optimizer, None))}
         for slot in slots.values():
             index = trained[id(slot.trained)] if in_place else None
-            yield under(place, f"phalanx_kept/{_quoted(slot.kind)}/{'none' if index is None else index}"), slot.variable
+            yield under(place, f"phalanx_kept/{_quoted(slot.kind)}/{'none' if index is None else index}"), slot
 
     def _name_before(self, slot: compat.OptimizerSlot, keys: dict[int, str]) -> str:
         """Returns the name that Keras would have given a slot in the program that saved it."""

@@ -108,8 +108,8 @@ class Naming:
         """Returns the steps of the variables of one object."""
         return numbered(map(quoted, compat.variable_names(owner)))
 
-    def slots(self, place: str, optimizer: Any, keys: dict[int, str]) -> Iterator[tuple[str, Variable]]:
-        """Yields the names of the variables of an optimizer.
+    def slots(self, place: str, optimizer: Any, keys: dict[int, str]) -> Iterator[tuple[str, compat.OptimizerSlot]]:
+        """Yields the variables of an optimizer with their names.
 
         Args:
           place: the name of the optimizer.
@@ -124,7 +124,7 @@ class Naming:
             under(whole, quoted(kind)) if trained is None else f"{under(place, quoted(kind))}:{keys[id(trained)]}"
             for kind, trained, _ in slots
         ]
-        yield from zip(numbered(names), [slot.variable for slot in slots], strict=True)
+        yield from zip(numbered(names), slots, strict=True)
 
     def difference(self, place: str, owner: Any) -> str | None:
         """Returns in what an object differs from that at `place` in the file, so that it cannot have its values. None if it does not."""
@@ -146,12 +146,14 @@ class NamedValue(NamedTuple):
       value: the value.
       owner: the object whose part it is.
       replace: puts another value in its place. None if the value cannot be replaced.
+      slot: the slot of an optimizer whose variable the value is. None for other values.
     """
 
     path: str
     value: Any
     owner: Any
     replace: Callable[[Any], None] | None
+    slot: compat.OptimizerSlot | None = None
 
 
 class Hears(Protocol):
@@ -227,8 +229,8 @@ class Names:
         for owner, place in optimizers:
             trained = list({id(v): v for _, v, _ in compat.slots_of(owner) if v is not None}.values())
             keys = dict(zip(map(id, trained), self._keys_of(place, trained, self.paths), strict=True))
-            for path, variable in self._naming.slots(place, owner, keys):
-                yield self._noted(NamedValue(path, variable, owner, None))
+            for path, slot in self._naming.slots(place, owner, keys):
+                yield self._noted(NamedValue(path, slot.variable, owner, None, slot))
 
     def _noted(self, entry: "NamedValue") -> "NamedValue":
         """Returns an entry with its name in the file."""

@@ -43,6 +43,7 @@ class Snapshot:
         self.aliases: dict[str, str] = {}
         self.models: dict[str, str] = {}
         self.optimizers: dict[str, str] = {}
+        self.accumulation: dict[str, int] = {}
         self.chosen: dict[str, str] = {}
         self.states: list[str] = []
         self.taken: set[str] = set()
@@ -65,6 +66,7 @@ class Snapshot:
             "aliases": self.aliases,
             "models": self.models,
             "optimizers": self.optimizers,
+            "accumulation": self.accumulation,
             "chosen": self.chosen,
             "states": self.states,
             "divided": self.divisions,
@@ -114,7 +116,6 @@ class Part(ABC):
         """Returns whether what `read` returned is the value of this part from now on, and the object to use then."""
 
 
-@final
 class VariablePart(Part):
     """A Keras variable."""
 

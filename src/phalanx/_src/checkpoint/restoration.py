@@ -40,7 +40,7 @@ def capture(objects: Holder, snapshot: Snapshot) -> None:
         new.discard(id(owner))
         return is_new
 
-    for path, value, owner, _ in Names(Naming()).below([(objects, "")], enter):
+    for path, value, owner, *_ in Names(Naming()).below([(objects, "")], enter):
         if is_owner(value) or isinstance(value, Variable):
             if id(value) in first:
                 if first[id(value)] != path:
@@ -54,6 +54,7 @@ def capture(objects: Holder, snapshot: Snapshot) -> None:
                 snapshot.models[path] = architecture
             if (kind := _kind_of_optimizer(value)) is not None:
                 snapshot.optimizers[path] = kind
+                snapshot.accumulation[path] = compat.accumulation_steps(value) or 1
             # Other paths contain the name that the user has chosen.
             if is_numbered(path) and (name := compat.chosen_name(value)) is not None:
                 snapshot.chosen[path] = name
@@ -82,7 +83,7 @@ def size_of(objects: Holder) -> int:
         met.add(id(owner))
         return is_new
 
-    for _, value, _, _ in Names(Naming()).below([(objects, "")], enter):
+    for _, value, *_ in Names(Naming()).below([(objects, "")], enter):
         if isinstance(value, Variable):
             sizes[id(value)] = math.prod(value.shape) * np.dtype(compat.dtype_of(value)).itemsize
         elif text.is_array(value):
@@ -185,7 +186,7 @@ class Restoration:
                 problems.append(self._difference(value, path))
                 holders.setdefault(path, {})[id(value)] = value
                 continue
-            part = part_of(value)
+            part = part_of(value) if entry.slot is None else self._slots.part(entry, self._places.get(entry.owner))
             if part is None:
                 continue
             if isinstance(value, Variable) and path in self._contents:
@@ -259,8 +260,10 @@ class Restoration:
           holders: the objects of the program at each place, by their identity.
         """
         first: dict[int, str] = {}
-        for path, objects in holders.items():
-            growing = [o for o in objects.values() if not (getattr(o, "built", True) or self._is_left_out(o))]
+        for path, holding in holders.items():
+            # A loss scale has the name of the optimizer in it.
+            objects = [o for o in holding.values() if not isinstance(o, keras.optimizers.LossScaleOptimizer)]
+            growing = [o for o in objects if not (getattr(o, "built", True) or self._is_left_out(o))]
             if not growing or path not in self._folders:
                 continue
             if len(objects) > 1:

@@ -1,13 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds the slots that a checkpoint has for the variables that an optimizer trains."""
+"""Finds the slots that a checkpoint has for the variables that an optimizer trains, and converts those of an optimizer with other options."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any, final
 
-from phalanx._src.checkpoint.names import keys_outside, quoted_path
+import jax
+import keras
+import numpy as np
+from typing_extensions import override
+
+from phalanx._src import compat
+from phalanx._src.checkpoint.names import NamedValue, keys_outside, quoted_path
+from phalanx._src.checkpoint.objects import VariablePart
 from phalanx._src.checkpoint.store import CheckpointFile
 from phalanx._src.compat import Variable
 from phalanx._src.programs.identity import IdentityMap
+
+# Keras's names.
+_COUNT, _AVERAGE, _ACCUMULATOR = "iteration", "average", "gradient_accumulator"
 
 
 class StoredSlots:
@@ -27,6 +38,7 @@ class StoredSlots:
     def __init__(self, stored: CheckpointFile, received: IdentityMap[str]) -> None:
         self._received = received
         self._keras_names: dict[str, str] = stored.notes["names"]
+        self._accumulation: dict[str, int] = stored.notes["accumulation"]
         self._keys: dict[str, dict[str, None]] = {}
         for name in self._keras_names:
             head, is_slot, key = name.partition(":")
@@ -77,6 +89,82 @@ class StoredSlots:
     def _outside(self, key: str) -> str:
         """Returns the key that a variable would have if it were not in the checkpoint."""
         return key if key.startswith(":") else ":" + quoted_path(self._keras_names.get(key, key))
+
+
+    def part(self, entry: NamedValue, place: str | None) -> VariablePart:
+        """Returns how a slot is restored.
+
+        Args:
+          entry: the slot in the program.
+          place: the name of its optimizer in the checkpoint.
+        """
+        optimizer, slot = entry.owner, entry.slot
+        assert slot is not None
+        if slot.kind == _AVERAGE and slot.trained is not None:
+            has_weights = any(self._received.get(v) is not None for v in compat.trained_by(optimizer, None))
+            return _AveragePart(slot.variable, slot.trained, self._received.get(slot.trained), has_weights=has_weights)
+        is_scaling = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        ours, theirs = compat.accumulation_steps(optimizer) or 1, self._accumulation.get(place or "")
+        if theirs not in (None, ours) and not is_scaling:
+            if slot.kind == _COUNT:
+                return _ConvertedPart(slot.variable, lambda calls: calls // theirs * ours)
+            if slot.kind == _ACCUMULATOR:
+                return _ConvertedPart(slot.variable, _zeros)
+        return VariablePart(slot.variable)
+
+
+@final
+class _ConvertedPart(VariablePart):
+    """A variable that gets a value computed from that in the checkpoint."""
+
+    def __init__(self, variable: Variable, convert: Callable[[Any], Any]) -> None:
+        super().__init__(variable)
+        self._convert = convert
+
+    @override
+    def read(self, path: str, stored: CheckpointFile) -> Any:
+        whole, _ = super().read(path, stored)
+        return self._convert(whole), None
+
+
+def _zeros(array: Any) -> Any:
+    # `full_like` keeps the devices of an array that is divided.
+    return jax.lax.full_like(array, 0) if isinstance(array, jax.Array) else np.zeros_like(array)
+
+
+@final
+class _AveragePart(VariablePart):
+    """The average of a variable. If the checkpoint lacks it, it begins as the variable, because Keras begins with it only at the first step.
+
+    Args:
+      average: the variable that holds the average.
+      trained: the variable whose values are averaged.
+      place: its name in the checkpoint. None if it is not there, as a new layer.
+      has_weights: whether the checkpoint has any variable that the optimizer trains.
+    """
+
+    def __init__(self, average: Variable, trained: Variable, place: str | None, *, has_weights: bool) -> None:
+        super().__init__(average)
+        self._trained, self._place, self._has_weights = trained, place, has_weights
+
+    @override
+    def find(self, path: str, stored: CheckpointFile) -> set[str]:
+        if names := super().find(path, stored):
+            return names
+        if not self._has_weights:
+            raise ValueError(
+                "the optimizer averages the weights (use_ema=True), and the checkpoint has neither averages nor weights"
+            )
+        return super().find(self._place, stored) if self._place is not None else {path}
+
+    @override
+    def read(self, path: str, stored: CheckpointFile) -> Any:
+        if path in stored.names:
+            return super().read(path, stored)
+        if self._place is None:
+            return compat.raw_value(self._trained), None
+        whole, _ = super().read(self._place, stored)
+        return whole, None
 
 
 def _groups(names: Iterable[tuple[str, str]]) -> dict[str, dict[str, str]]:

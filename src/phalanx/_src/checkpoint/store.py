@@ -351,10 +351,10 @@ def _checked(notes: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
       KeyError, TypeError, ValueError: they are not such notes.
     """
     # Old files lack most of these parts, and files of pieces have none.
-    empty: dict[str, Any] = {part: {} for part in ("models", "optimizers", "chosen", "divided", "files")}
+    empty: dict[str, Any] = {part: {} for part in ("models", "optimizers", "accumulation", "chosen", "divided", "files")}
     checked = {**empty, "states": [], **notes}
     texts = ("names", "aliases", "models", "optimizers", "chosen", "files", "dtypes")
-    kinds = {"sums": int, **dict.fromkeys(texts, str)}
+    kinds = {"sums": int, "accumulation": int, **dict.fromkeys(texts, str)}
     for part, kind in kinds.items():
         for name, value in checked[part].items():
             if not isinstance(value, kind):
@@ -362,6 +362,8 @@ def _checked(notes: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
     for name, dtype in checked["dtypes"].items():
         if name not in names or text.dtype_of_name(dtype) is None:
             raise ValueError(f"the dtype of {name}")
+    if any(steps < 1 for steps in checked["accumulation"].values()):
+        raise ValueError("accumulation")
     references = text.references(list(checked["values"].values()))
     missing = (names - set(checked["sums"])) | (set(references) - names - set(checked["divided"]))
     if missing:

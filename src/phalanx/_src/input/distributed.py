@@ -6,12 +6,13 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any, final
 
+from phalanx._src.input import state as positions
 from phalanx._src.input.iterator import DistributedIterator, T, check_steps, require_outside_programs, worker_of
 from phalanx._src.input.lockstep import require_same_data
 from phalanx._src.input.order import Order
 from phalanx._src.input.sharding import Plan, WorkerShard, plan
 from phalanx._src.input.sources.adapt import source_of
-from phalanx._src.input.sources.base import UNKNOWN, AbstractSource
+from phalanx._src.input.sources.base import UNKNOWN, AbstractSource, State
 from phalanx._src.input.sources.functions import FunctionSource, InputContext
 from phalanx._src.input.sources.partial import partial_source
 from phalanx._src.mesh.topology import Topology
@@ -159,6 +160,20 @@ class DistributedDataset:
         """
         if not self._plan.agreed and worker_of(self.topology).count > 1:
             require_same_data(self._plan.source.facts, self.topology.exchange)
+
+    def require_position(self, state: State) -> None:
+        """Checks that a position belongs to this dataset, as far as that is known before reading.
+
+        Args:
+          state: result of `get_state` of an iterator.
+
+        Raises:
+          InputError: it is that of other data, or none.
+        """
+        worker = worker_of(self.topology)
+        state = positions.of_worker(state, worker.index, worker.count)
+        state = positions.unmarked(state, self._plan.source.facts)
+        self._plan.at(state).source.start(state)
 
     def batches(self, *, steps: int) -> "DistributedDataset":
         """Returns a dataset that stacks `steps` batches into one. May be called in any context.

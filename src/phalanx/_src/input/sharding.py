@@ -237,9 +237,15 @@ class CutBatches(AbstractSource):
 
     @override
     def open(self, worker: InputWorker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
-        inner = self._source.open(InputWorker(), policy, state_entry(state, "whole", None, beside=("cut",)))
-        cut = state_entry(state, "cut", 0, beside=("whole",))
+        whole, cut = self.start(state)
+        inner = self._source.open(InputWorker(), policy, whole)
         return _CutReader(inner, worker, check_count(cut, "part of a batch", worker.count))
+
+    @override
+    def start(self, state: State | None) -> tuple[State | None, int]:
+        whole = state_entry(state, "whole", None, beside=("cut",))
+        self._source.start(whole)
+        return whole, check_count(state_entry(state, "cut", 0, beside=("whole",)), "part of a batch")
 
 
 @final

@@ -119,6 +119,17 @@ class AbstractSource(ABC):
           InputError: `state` is not a position of this source.
         """
 
+    @abstractmethod
+    def start(self, state: State | None) -> Any:
+        """Returns what a position says, in the form that this source needs. Reads nothing.
+
+        Args:
+          state: a position. None for the beginning.
+
+        Raises:
+          InputError: `state` is not a position of this source.
+        """
+
     def resized(self, batch_size: int) -> "AbstractSource | None":
         """Returns the same rows in batches of another size, with the same positions. None if positions count batches."""
         return None

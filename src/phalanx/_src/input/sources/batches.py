@@ -63,9 +63,13 @@ class BatchSequence(AbstractSource):
 
     @override
     def open(self, worker: InputWorker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
-        start = check_count(state_entry(state, "batches", 0), "batch", len(self._batches))
+        start = self.start(state)
         batches = _Counted(self._batches, self._at_begin, self._at_end, start)
         return _BatchReader(batches, worker, start, drop_remainder=self._drop)
+
+    @override
+    def start(self, state: State | None) -> int:
+        return check_count(state_entry(state, "batches", 0), "batch", len(self._batches))
 
 
 class _Counted(Iterator[Any]):
@@ -123,9 +127,7 @@ class BatchStream(AbstractSource):
 
     @override
     def open(self, worker: InputWorker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
-        most = self._facts.num_batches if self._facts.num_batches >= 0 else sys.maxsize
-        beside = () if self._set_state is None else ("source",)
-        start = check_count(state_entry(state, "batches", 0, beside=beside), "batch", most)
+        start = self.start(state)
         batches = iter(self._make())
         # A new iterator is at the beginning already.
         if start and self._set_state is not None:
@@ -137,6 +139,12 @@ class BatchStream(AbstractSource):
         return _BatchReader(
             batches, worker, start, drop_remainder=self._drop, is_ready=self._is_ready, get_state=get_state
         )
+
+    @override
+    def start(self, state: State | None) -> int:
+        most = self._facts.num_batches if self._facts.num_batches >= 0 else sys.maxsize
+        beside = () if self._set_state is None else ("source",)
+        return check_count(state_entry(state, "batches", 0, beside=beside), "batch", most)
 
     def _restore(self, batches: PyTree, position: object) -> None:
         assert self._set_state is not None

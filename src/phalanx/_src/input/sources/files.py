@@ -138,21 +138,25 @@ class FileRecords(AbstractSource):
 
     @override
     def open(self, worker: InputWorker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
-        paths = self._files.paths
-        consumed = state_entry(state, "files", [0] * len(paths))
-        if not isinstance(consumed, list) or len(consumed) != len(paths):
-            raise InputError(
-                f"set_state of {len(consumed) if isinstance(consumed, list) else repr(consumed)} files",
-                f"this dataset has {len(paths)}.",
-                "from_files with the same files",
-            )
-        by_file = policy is AutoShardPolicy.FILE
-        indices = worker.files(len(paths)) if by_file else range(len(paths))
-        # A new list, because the walk changes it, and the position belongs to the caller.
-        walk = _Walk(self._files, indices, [check_count(n, "record") for n in consumed])
+        num_files, by_file = len(self._files.paths), policy is AutoShardPolicy.FILE
+        indices = worker.files(num_files) if by_file else range(num_files)
+        walk = _Walk(self._files, indices, self.start(state))
         if by_file:
             return _FileReader(walk, worker, self._batch_size, drop_remainder=self._drop)
         return _SharedReader(walk, worker, self._batch_size, drop_remainder=self._drop)
+
+    @override
+    def start(self, state: State | None) -> list[int]:
+        count = len(self._files.paths)
+        consumed = state_entry(state, "files", [0] * count)
+        if not isinstance(consumed, list) or len(consumed) != count:
+            raise InputError(
+                f"set_state of {len(consumed) if isinstance(consumed, list) else repr(consumed)} files",
+                f"this dataset has {count}.",
+                "from_files with the same files",
+            )
+        # A new list, because the walk changes it, and the position belongs to the caller.
+        return [check_count(n, "record") for n in consumed]
 
 
 class _Walk(Iterator[Callable[[], Any]]):

@@ -119,6 +119,12 @@ class FunctionSource(AbstractSource):
 
     @override
     def open(self, worker: InputWorker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
+        # Each pipeline is read as a whole, because the user's function has divided the data already.
+        readers = [s.open(InputWorker(), policy, x) for s, x in zip(self._sources, self.start(state), strict=True)]
+        return _FunctionReader(readers, self._devices, worker, copies=self._borrows and self._reads_in_turn)
+
+    @override
+    def start(self, state: State | None) -> list[State | None]:
         states = state_entry(state, "pipelines", [None] * len(self._sources))
         if not isinstance(states, list) or len(states) != len(self._sources):
             raise InputError(
@@ -126,9 +132,9 @@ class FunctionSource(AbstractSource):
                 f"this dataset has {len(self._sources)} input pipelines.",
                 "restore the position on as many replicas as it was saved on",
             )
-        # Each pipeline is read as a whole, because the user's function has divided the data already.
-        readers = [s.open(InputWorker(), policy, x) for s, x in zip(self._sources, states, strict=True)]
-        return _FunctionReader(readers, self._devices, worker, copies=self._borrows and self._reads_in_turn)
+        for source, each in zip(self._sources, states, strict=True):
+            source.start(each)
+        return states
 
     @property
     def _borrows(self) -> bool:

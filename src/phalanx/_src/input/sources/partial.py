@@ -94,12 +94,18 @@ class PartialBatches(AbstractSource):
 
     @override
     def open(self, worker: InputWorker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
-        before = None if state is None else {name: entry for name, entry in state.items() if name != USED}
+        before, used = self.start(state)
         # As the only worker: which rows of a batch are its own depends on the part.
         inner = self._source.open(InputWorker(), policy, before)
         reader = _PartialReader(inner, worker, self._part, drop_remainder=self._drop)
-        reader.skip(check_count(0 if state is None else state.get(USED, 0), "row"))
+        reader.skip(used)
         return reader
+
+    @override
+    def start(self, state: State | None) -> tuple[State | None, int]:
+        before = None if state is None else {name: entry for name, entry in state.items() if name != USED}
+        self._source.start(before)
+        return before, check_count(0 if state is None else state.get(USED, 0), "row")
 
 
 @final

@@ -76,8 +76,11 @@ class AbstractRecords(AbstractSource):
 
     @override
     def open(self, worker: InputWorker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
-        start = check_count(state_entry(state, "records", 0), "record", self.num_records)
-        return _RecordsReader(self, worker, start)
+        return _RecordsReader(self, worker, self.start(state))
+
+    @override
+    def start(self, state: State | None) -> int:
+        return check_count(state_entry(state, "records", 0), "record", self.num_records)
 
 
 @final
