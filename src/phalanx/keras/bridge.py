@@ -104,7 +104,8 @@ class _Models:
         """Runs a method of a model on its strategy, or Keras's own method if the model has none and none is current."""
         adopted = self._find(model, method, args[0] if args else kwargs.get("x"))
         if adopted is None:
-            return original(model, *args, **kwargs)
+            with compat.in_loop_of_keras(model):
+                return original(model, *args, **kwargs)
         run = getattr(adopted.trainer_of(model), method)
         if method in _PREDICTING:
             return run(*args, **kwargs)

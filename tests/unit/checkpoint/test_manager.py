@@ -102,7 +102,7 @@ def test_number_may_be_chosen(tmp_path, checkpoint):
     """A number that is taken is refused, and neither the file nor the counter changes."""
     kept = CheckpointManager(checkpoint, tmp_path, None)
     assert kept.save(100, options=NOW) == str(tmp_path / "ckpt-100")
-    with pytest.raises(CheckpointError, match="ckpt-100.safetensors: the file exists already"):
+    with pytest.raises(CheckpointError, match="ckpt-100: the folder contains a checkpoint of this name"):
         kept.save(100)
     assert int(checkpoint.save_counter) == 1
 
@@ -263,9 +263,19 @@ def test_folder_that_cannot_be_made_is_refused(tmp_path, checkpoint):
         ({"directory": 3}, "directory=3"),
         ({"max_to_keep": 0}, "max_to_keep=0: must be 1 or more checkpoints, or None for all."),
         ({"keep_checkpoint_every_n_hours": -1}, "keep_checkpoint_every_n_hours=-1"),
-        ({"checkpoint_name": "a/b"}, "checkpoint_name='a/b': must be the beginning of a file name."),
-        ({"checkpoint_name": "a\n"}, r"checkpoint_name='a\n': must be the beginning of a file name."),
-        ({"checkpoint_name": "a\0"}, r"checkpoint_name='a\x00': must be the beginning of a file name."),
+        (
+            {"checkpoint_name": "a/b"},
+            "checkpoint_name='a/b': must be the beginning of a file name, of at most 200 bytes.",
+        ),
+        (
+            {"checkpoint_name": "a\n"},
+            r"checkpoint_name='a\n': must be the beginning of a file name, of at most 200 bytes.",
+        ),
+        ({"checkpoint_name": "é" * 101}, "must be the beginning of a file name, of at most 200 bytes."),
+        (
+            {"checkpoint_name": "a\0"},
+            r"checkpoint_name='a\x00': must be the beginning of a file name, of at most 200 bytes.",
+        ),
         ({"checkpoint_interval": 10}, "either both must be given or none."),
         ({"checkpoint_interval": 0, "step_counter": 1}, "checkpoint_interval=0: must be 1 or more steps."),
         ({"checkpoint_interval": 10, "step_counter": 1}, "step_counter=1"),
@@ -313,3 +323,66 @@ def test_iterator_refuses_wrong_arguments(arguments, message):
     """At the call, not at the first checkpoint."""
     with pytest.raises(InvalidArgumentError, match=message):
         train.checkpoints_iterator(*arguments)
+
+
+def test_two_managers_of_a_folder_are_named(tmp_path, checkpoint):
+    """The second one has not seen what the first has saved."""
+    one, other = CheckpointManager(checkpoint, tmp_path, 3), CheckpointManager(Checkpoint(x=1), tmp_path, 3)
+    one.save()
+    with pytest.raises(CheckpointError, match=r"the folder contains a checkpoint of this name.*\nHINT: .*save\(2\)"):
+        other.save()
+    one.save()
+    with pytest.raises(CheckpointError, match="which would stay the latest checkpoint"):
+        other.save()
+    one.sync()
+
+
+def test_folders_are_no_checkpoints(tmp_path, checkpoint):
+    kept = CheckpointManager(checkpoint, tmp_path, 3)
+    kept.save(options=NOW)
+    (tmp_path / "ckpt-2.safetensors").mkdir()
+    assert kept.checkpoints == [str(tmp_path / "ckpt-1")]
+    assert kept.restore_or_initialize() == str(tmp_path / "ckpt-1")
+    with pytest.raises(CheckpointError, match="there is a folder of this name"):
+        kept.save()
+    with pytest.raises(CheckpointError, match=r"there is no such file.*\nHINT: one of \S*ckpt-1$"):
+        checkpoint.read(tmp_path / "ckpt-2")
+
+
+def test_another_working_directory_changes_nothing(tmp_path, checkpoint, monkeypatch):
+    """Neither in the middle of a save nor between two."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    kept = CheckpointManager(checkpoint, "run", 2)
+    kept.save(7)
+    os.chdir("elsewhere")
+    kept.save()
+    kept.sync()
+    assert kept.checkpoints == [str(tmp_path / "run" / f"ckpt-{number}") for number in (7, 8)]
+    assert names(tmp_path / "elsewhere") == []
+
+
+def test_fit_of_a_model_outside_all_strategies(tmp_path):
+    """Keras's own loop keeps the values: a save takes them from there, and a restore brings them there."""
+    x = np.random.default_rng(0).normal(size=(96, 4)).astype("float32")
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(4)])
+    model.compile("adam", "mse")
+    checkpoint, layer = Checkpoint(model=model), Checkpoint(layer=model.layers[0])
+    first = checkpoint.write(tmp_path / "first", options=NOW)
+    weights = model.get_weights()
+    states = []
+
+    def at(batch, logs):
+        if batch == 1:
+            layer.write(tmp_path / "layer", options=NOW)
+            states.append(model.get_weights())
+        if batch == 2:
+            checkpoint.read(first).expect_partial()
+
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=at)
+    model.fit(x, x, batch_size=32, verbose=0, callbacks=[callback])
+    for found, wanted in zip(model.get_weights(), weights, strict=True):
+        np.testing.assert_array_equal(found, wanted)
+    layer.read(tmp_path / "layer").expect_partial()
+    for found, wanted in zip(model.get_weights(), states[0], strict=True):
+        np.testing.assert_array_equal(found, wanted)

@@ -1,6 +1,7 @@
 """How each kind of object is saved and restored."""
 
 import contextlib
+import functools
 import itertools
 from fractions import Fraction
 from typing import NamedTuple
@@ -156,6 +157,41 @@ def test_other_objects_are_named(tmp_path, value):
         match=r"a checkpoint with the object 'value.*cannot be saved.*\nHINT: give it the methods get_state\(\)",
     ):
         Checkpoint(value=value).write(tmp_path / "c")
+    assert list(tmp_path.iterdir()) == []
+
+
+def _raises():
+    raise KeyError("x")
+
+
+def _circle():
+    circle = {}
+    circle["again"] = circle
+    return circle
+
+
+def _tower():
+    return functools.reduce(lambda inner, _: {"inner": inner}, range(5000), 1)
+
+
+class WithState:
+    def __init__(self, get_state):
+        self.get_state = get_state
+
+    def set_state(self, state):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [(_raises, "KeyError: 'x'"), (_circle, "it contains itself"), (_tower, "too many containers within each other")],
+)
+def test_states_that_cannot_be_saved_are_named(tmp_path, make, problem):
+    message = (
+        rf"the object 'value/0': an object of type WithState cannot be saved: .*{problem}.*\nHINT: get_state\(\) that"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        Checkpoint(value=[WithState(make)]).write(tmp_path / "c")
     assert list(tmp_path.iterdir()) == []
 
 

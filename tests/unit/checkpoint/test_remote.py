@@ -163,6 +163,12 @@ def test_what_nobody_knows():
         phalanx.train.CheckpointManager(checkpoint, "nope://x", 3)
 
 
+def test_a_store_that_cannot_be_opened(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=r"zip://x: the store cannot be opened: .*\nHINT: check its name"):
+        phalanx.train.CheckpointManager(phalanx.train.Checkpoint(w=keras.Variable(1.0)), "zip://x", 3)
+
+
 def test_missing_packages_are_named(monkeypatch):
     checkpoint = phalanx.train.Checkpoint(w=keras.Variable(1.0))
     for missing in ("gcsfs", "upath"):

@@ -205,8 +205,29 @@ def test_existing_file_is_not_replaced(tmp_path):
 def test_folder_that_cannot_be_written_is_refused(tmp_path):
     """A file where the folder should be: root may write anywhere else."""
     (tmp_path / "folder").write_text("")
-    with pytest.raises(CheckpointError, match=r"cannot be written: .*\nHINT: use a folder that this user may write to"):
+    with pytest.raises(CheckpointError, match=r"cannot be written: .*\nHINT: use another folder, because"):
         store.write(tmp_path / "folder" / "c.safetensors", {"a": np.zeros(1)}, NOTES)
+
+
+def test_names_that_are_too_long(tmp_path):
+    with pytest.raises(CheckpointError, match=r"cannot be written: File name too long.*\nHINT: use a shorter name"):
+        store.write(tmp_path / f"{'x' * 300}.safetensors", {"a": np.zeros(1)}, NOTES)
+
+
+def test_what_is_no_disk_is_not_full():
+    with pytest.raises(CheckpointError, match=r"/proc: the file cannot be written: .*\nHINT: use a folder that"):
+        store.require_room("/proc", 100)
+
+
+def test_only_checkpoints_are_proposed(tmp_path):
+    for name in ("c-1", "c-2"):
+        store.write(tmp_path / f"{name}.safetensors", {"a": np.ones(1)}, NOTES)
+    for name in ("c-3", "other"):
+        (tmp_path / f"{name}.safetensors").write_bytes(b"nothing")
+    with pytest.raises(CheckpointError, match=r"there is no such file.\nHINT: one of \S*c-1, \S*c-2$"):
+        store.CheckpointFile(tmp_path / "none")
+    with pytest.raises(CheckpointError, match=r"cannot be read.*\nHINT: checkpoint.restore\('\S*c-2'\)"):
+        store.CheckpointFile(tmp_path / "c-3")
 
 
 @pytest.fixture

@@ -211,7 +211,9 @@ def test_position_in_other_data_is_refused_before_anything_is_restored(tmp_path,
         options = options | {"x": strategy.experimental_distribute_dataset((X, Y), batch_size=BATCH)}
     model = made(strategy)
     before = model.get_weights()
-    with pytest.raises(CheckpointMismatchError, match="does not fit this program: .*\nHINT: use the data and the batch"):
+    with pytest.raises(
+        CheckpointMismatchError, match="does not fit this program: .*\nHINT: use the data and the batch"
+    ):
         fit(model, BackupAndRestore(tmp_path, save_freq=4), **options)
     for found, wanted in zip(model.get_weights(), before, strict=True):
         np.testing.assert_array_equal(found, wanted)

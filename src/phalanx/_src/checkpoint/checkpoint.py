@@ -19,11 +19,12 @@ from typing_extensions import override
 from phalanx._src.checkpoint import background, shards
 from phalanx._src.checkpoint.names import Holder
 from phalanx._src.checkpoint.objects import Snapshot
+from phalanx._src.checkpoint.remote import absolute
 from phalanx._src.checkpoint.restoration import Restoration, capture
 from phalanx._src.checkpoint.status import CheckpointStatus
 from phalanx._src.checkpoint.store import CheckpointFile, file_of, refuse_existing, write
 from phalanx._src.cluster.watch import membership
-from phalanx._src.compat import is_lifting
+from phalanx._src.compat import is_lifting, settle_models
 from phalanx._src.input.wire import exchange_bytes
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.strategies.base import living_strategies
@@ -139,7 +140,7 @@ class Checkpoint(Holder):
             )
         self._root = root
         self._counter: keras.Variable | None = None
-        self._path: str | None = None  # Of the last save or restoration.
+        self._file: Path | None = None  # Of the last save or restoration.
         for name, value in objects.items():
             setattr(self, name, value)
 
@@ -285,7 +286,8 @@ class Checkpoint(Holder):
         after: Callable[[], None] = _nothing,
     ) -> str:
         _check_options(options)
-        file, topology = file_of(path), _topology()
+        # The program may change its working directory before the thread writes.
+        file, topology = absolute(file_of(path)), _topology()
         is_chief = topology.is_chief
 
         def prepare() -> None:
@@ -316,7 +318,7 @@ class Checkpoint(Holder):
                 raise
             # In all processes, the next save has another number: the chief may have written this one.
             _log.warning("%s was skipped. %s", call, str(e).partition("\n")[0])
-        self._path = path
+        self._file = file
         return path
 
     def _read(self, method: str, path: object, options: CheckpointOptions | None) -> CheckpointStatus:
@@ -334,7 +336,7 @@ class Checkpoint(Holder):
             restoration = _together(_topology(), call, lambda: Restoration(self, CheckpointFile(path)))
             restoration.begin()
             status = CheckpointStatus(restoration, self)
-            self._path = path
+            self._file = absolute(file_of(path))
             return status
 
 
@@ -391,6 +393,7 @@ class _ExclusiveCall:
                 "the values would be those of different moments.",
                 "call it after the other call has returned, and not in get_state or set_state of an object",
             )
+        settle_models()
 
     def __exit__(self, *exception: object) -> None:
         _busy.release()

@@ -15,7 +15,6 @@ from typing_extensions import override
 from phalanx._src import compat
 from phalanx._src.checkpoint.names import Naming, under
 from phalanx._src.checkpoint.store import CheckpointFile
-from phalanx._src.compat import Variable
 
 
 def _quoted(name: object) -> str:

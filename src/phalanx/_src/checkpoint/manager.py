@@ -24,7 +24,7 @@ from phalanx._src.checkpoint.checkpoint import (
     require_between_steps,
     writes_here,
 )
-from phalanx._src.checkpoint.remote import as_os_error, is_remote, path_from
+from phalanx._src.checkpoint.remote import absolute, as_os_error, is_remote, path_from
 from phalanx._src.checkpoint.restoration import size_of
 from phalanx._src.checkpoint.store import SUFFIX, path_of, require_room
 from phalanx._src.runtime.notes import note
@@ -33,6 +33,7 @@ from phalanx.errors import CheckpointError, InvalidArgumentError, arguments, sho
 # In the folder, because the programs that share it may run on different machines.
 _LOCK = ".phalanx-checkpoints.lock"
 _HOUR_S = 3600.0
+_LONGEST_NAME = 200
 
 
 def numbered(directory: str | os.PathLike[str], name: str | None = None) -> list[tuple[int, Path]]:
@@ -52,7 +53,8 @@ def numbered(directory: str | os.PathLike[str], name: str | None = None) -> list
         files = []  # The name is too long.
     for file in files:
         parts = _name_and_number(file)
-        if parts is not None and name in (None, parts[0]):
+        # A store lists no folders. On a disk, a folder may have such a name.
+        if parts is not None and name in (None, parts[0]) and (is_remote(file) or not file.is_dir()):
             checkpoints.append((parts[1], file))
     return sorted(checkpoints)  # `glob` has no order, and as text 10 precedes 9.
 
@@ -213,10 +215,11 @@ class CheckpointManager:
         arguments.seconds(
             "keep_checkpoint_every_n_hours", keep_checkpoint_every_n_hours, hint="keep_checkpoint_every_n_hours=1.0"
         )
-        if not isinstance(checkpoint_name, str) or not re.fullmatch(r"[^./\x00-\x1f][^/\x00-\x1f]*", checkpoint_name):
+        is_name = isinstance(checkpoint_name, str) and re.fullmatch(r"[^./\x00-\x1f][^/\x00-\x1f]*", checkpoint_name)
+        if not is_name or len(os.fsencode(checkpoint_name)) > _LONGEST_NAME:
             raise InvalidArgumentError(
-                f"checkpoint_name={shown(checkpoint_name)}",
-                "must be the beginning of a file name.",
+                f"checkpoint_name={shown(checkpoint_name, 100)}",
+                f"must be the beginning of a file name, of at most {_LONGEST_NAME} bytes.",
                 'checkpoint_name="ckpt"',
             )
         if (step_counter is None) != (checkpoint_interval is None):
@@ -235,7 +238,8 @@ class CheckpointManager:
         # Here, because the first save may come after hours. Slots that are not built yet are not counted.
         if writes_here():
             require_room(directory, size_of(checkpoint))
-        self._checkpoint, self._directory, self._name = checkpoint, path_from(directory), checkpoint_name
+        self._checkpoint, self._given, self._name = checkpoint, path_from(directory), checkpoint_name
+        self._absolute = absolute(self._given)
         self._max_to_keep, self._keep_every_h = max_to_keep, keep_checkpoint_every_n_hours
         self._step_counter, self._interval, self._init_fn = step_counter, checkpoint_interval, init_fn
         # A variable, so that a process which joins an elastic group takes it over and saves after the same steps as the others.
@@ -243,6 +247,11 @@ class CheckpointManager:
         self._since_s = time.time()  # Compared with the times of files, hence no monotonic clock.
         self._kept: set[Path] = set()
         self._is_first = True
+
+    @property
+    def _directory(self) -> Path:
+        """The folder: as it was given, or its absolute path once the program has changed its working directory."""
+        return self._given if absolute(self._given) == self._absolute else self._absolute
 
     @property
     def checkpoint(self) -> Checkpoint:
@@ -323,9 +332,9 @@ class CheckpointManager:
     def _last_number(self) -> int:
         """Returns the number of the checkpoint that was last saved or restored, if it is one of this manager; else 0."""
         # All processes made the same calls, so they agree without looking into the folder, where a save may be under way.
-        path = path_from(self._checkpoint._path or "")
-        parts = _name_and_number(path)
-        return parts[1] if parts is not None and (path.parent, parts[0]) == (self._directory, self._name) else 0
+        file = self._checkpoint._file
+        parts = None if file is None or file.parent != self._absolute else _name_and_number(file)
+        return parts[1] if parts is not None and parts[0] == self._name else 0
 
     @property
     def _step(self) -> int | None:
@@ -382,11 +391,12 @@ class CheckpointManager:
           CheckpointError: another process saves into the folder, the folder cannot be written to, or it has a later checkpoint.
         """
         latest = next(reversed(numbered(self._directory, self._name)), None)
-        if latest is not None and number_of(path_of(new)) < latest[0]:
+        number = number_of(path_of(new))
+        if latest is not None and number <= latest[0]:
+            older = f"{path_of(latest[1])}, which would stay the latest checkpoint, and the new one would be the first to be deleted"
             raise CheckpointError(
                 f"{call} of {path_of(new)}",
-                f"the folder contains {path_of(latest[1])}, which would stay the latest checkpoint, and the new one would be the "
-                "first to be deleted.",
+                f"the folder contains {older if number < latest[0] else 'a checkpoint of this name'}.",
                 f"manager.restore_or_initialize() before the first save; or use another folder; or save({latest[0] + 1})",
             )
         if self._is_first and not is_remote(self._directory):

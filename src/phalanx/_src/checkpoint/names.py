@@ -256,7 +256,7 @@ class Names:
         try:
             flat = flatten(value, met, self._naming)
         except RecursionError as e:
-            raise refuse_object(path, value, TypeError("it contains itself")) from e
+            raise refuse_object(path, value, e) from e
         # All `replace` functions of a value share this list, so each keeps what the earlier ones have replaced.
         items = [item for _, item in flat.items]
         for i, (step, item) in enumerate(flat.items):

@@ -370,9 +370,16 @@ def part_of(value: object) -> Part | None:
 
 def refuse_object(path: str, value: object, cause: Exception | None = None) -> CheckpointError:
     """Returns the error for an object that cannot be saved."""
+    hint = "give it the methods get_state() and set_state(state), or pass the arrays, numbers and Keras objects that it consists of"
     why = f": {cause}" if cause is not None else ""
+    if callable(getattr(value, "get_state", None)):
+        hint = "get_state() that returns arrays, numbers, text, and lists and dicts of these"
+    if isinstance(cause, RecursionError):
+        why = ": it contains itself, or too many containers within each other"
+    elif cause is not None and not isinstance(cause, (TypeError, ValueError)):
+        why = f": {type(cause).__name__}: {cause}"
     return CheckpointError(
         f"a checkpoint with the object {path!r}",
         f"an object of type {type(value).__name__} cannot be saved{why}.",
-        "give it the methods get_state() and set_state(state), or pass the arrays, numbers and Keras objects that it consists of",
+        hint,
     )

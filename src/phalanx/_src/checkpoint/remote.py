@@ -13,7 +13,7 @@ from io import BufferedWriter
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
-from phalanx.errors import InvalidArgumentError, MissingDependencyError
+from phalanx.errors import CheckpointError, InvalidArgumentError, MissingDependencyError
 
 _PROBE = ".phalanx-may-write"
 
@@ -35,13 +35,14 @@ def path_from(name: str | os.PathLike[str] | Path) -> Path:
 
     Raises:
       InvalidArgumentError: nobody knows the scheme.
+      CheckpointError: the store does not answer.
       MissingDependencyError: the library that reads stores, or that of this store, is not installed.
     """
     if not isinstance(name, str | os.PathLike):
         return name  # It is such a path already.
     text = os.fspath(name)
     scheme, mark, rest = text.partition("://")
-    if not mark:
+    if not mark or len(scheme) < 2:  # "C" is the name of a disk.
         return Path(text)
     if scheme == "file":
         return Path(rest)
@@ -58,6 +59,14 @@ def path_from(name: str | os.PathLike[str] | Path) -> Path:
         ) from e
     except ValueError as e:
         raise InvalidArgumentError(text, f"is no folder of a store: {e}.", "gs://bucket/folder") from e
+    except (
+        Exception
+    ) as e:  # The libraries of some stores connect, or open an archive, and raise errors of many classes.
+        raise CheckpointError(
+            text,
+            f"the store cannot be opened: {type(e).__name__}: {e}.",
+            "check its name, and the credentials of this machine",
+        ) from e
     return path
 
 
@@ -68,6 +77,11 @@ _PACKAGES = {"gs": "gcsfs", "gcs": "gcsfs", "s3": "s3fs", "s3a": "s3fs", "az": "
 def is_remote(path: Path) -> bool:
     """Returns whether a path is one of a store."""
     return not isinstance(path, Path)
+
+
+def absolute(path: Path) -> Path:
+    """Returns a path that does not depend on the working directory."""
+    return path if is_remote(path) else path.absolute()
 
 
 def _place_of(path: Path) -> tuple[Any, str]:

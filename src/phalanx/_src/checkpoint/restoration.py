@@ -69,7 +69,7 @@ def capture(objects: Holder, snapshot: Snapshot) -> None:
             part.save(path, snapshot)
         except PhalanxError:
             raise
-        except (TypeError, ValueError) as e:
+        except Exception as e:
             raise refuse_object(path, value, e) from e
 
 

@@ -3,7 +3,7 @@
 
 import re
 from collections.abc import Callable, Iterable
-from typing import Any, final
+from typing import final
 
 import jax
 import keras
@@ -16,6 +16,7 @@ from phalanx._src.checkpoint.objects import VariablePart
 from phalanx._src.checkpoint.store import CheckpointFile
 from phalanx._src.compat import Variable
 from phalanx._src.programs.identity import IdentityMap
+from phalanx.typing import PyTree
 
 # Keras's names.
 _COUNT, _AVERAGE, _ACCUMULATOR = "iteration", "average", "gradient_accumulator"
@@ -90,7 +91,6 @@ class StoredSlots:
         """Returns the key that a variable would have if it were not in the checkpoint."""
         return key if key.startswith(":") else ":" + quoted_path(self._keras_names.get(key, key))
 
-
     def part(self, entry: NamedValue, place: str | None) -> VariablePart:
         """Returns how a slot is restored.
 
@@ -117,17 +117,17 @@ class StoredSlots:
 class _ConvertedPart(VariablePart):
     """A variable that gets a value computed from that in the checkpoint."""
 
-    def __init__(self, variable: Variable, convert: Callable[[Any], Any]) -> None:
+    def __init__(self, variable: Variable, convert: Callable[[PyTree], PyTree]) -> None:
         super().__init__(variable)
         self._convert = convert
 
     @override
-    def read(self, path: str, stored: CheckpointFile) -> Any:
+    def read(self, path: str, stored: CheckpointFile) -> PyTree:
         whole, _ = super().read(path, stored)
         return self._convert(whole), None
 
 
-def _zeros(array: Any) -> Any:
+def _zeros(array: PyTree) -> PyTree:
     # `full_like` keeps the devices of an array that is divided.
     return jax.lax.full_like(array, 0) if isinstance(array, jax.Array) else np.zeros_like(array)
 
@@ -158,7 +158,7 @@ class _AveragePart(VariablePart):
         return super().find(self._place, stored) if self._place is not None else {path}
 
     @override
-    def read(self, path: str, stored: CheckpointFile) -> Any:
+    def read(self, path: str, stored: CheckpointFile) -> PyTree:
         if path in stored.names:
             return super().read(path, stored)
         if self._place is None:

@@ -11,10 +11,12 @@ Each array has a sum in the notes, and all that comes before the arrays has one 
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import shutil
 import struct
+import tempfile
 import zipfile
 import zlib
 from collections.abc import Iterator, Mapping
@@ -37,6 +39,9 @@ OLD_FORMAT, _FORMAT = "phalanx-checkpoint-1", "phalanx-checkpoint-2"
 _BEFORE_SUM = b'{"__metadata__": {"sum": "'
 _NO_SUM = b"0" * 8
 _SHOWN = 200
+
+_UNREADABLE = (AttributeError, EOFError, LookupError, MemoryError, OSError, RecursionError, TypeError, ValueError)
+"""What reading a file of any contents raises."""
 
 _CODES = {name: code for code, name in DTYPES.items()}
 """Arrays of other dtypes are stored as bytes, with the name of the dtype in the notes."""
@@ -96,6 +101,8 @@ def refuse_existing(file: Path) -> None:
         raise _refuse_write(file, e) from e
     if exists:
         hint = "use another path or number; or delete the file, if it is not needed"
+        if file.is_dir():
+            raise CheckpointError(f"a checkpoint as {_short(file)}", "there is a folder of this name.", hint)
         if shards.user_folder(file) != file.parent:  # The chief has deleted the pieces of an earlier save that it sees.
             hint = "a folder that all machines share, because each process writes the shards that it holds"
         raise CheckpointError(f"a checkpoint as {_short(file)}", "the file exists already.", hint)
@@ -121,8 +128,14 @@ def require_room(folder: str | os.PathLike[str], size: int = 0) -> None:
         problem = None if there.is_dir() else errno.ENOTDIR
         if problem is None and not os.access(there, os.W_OK | os.X_OK):
             problem = errno.EACCES
-        if problem is None and shutil.disk_usage(there).free < size:
+        usage = shutil.disk_usage(there)
+        if problem is None and usage.total and usage.free < size:
             problem = errno.ENOSPC
+        if (
+            problem is None and not usage.total
+        ):  # No disk, as /proc, or a file system that does not say how much room it has.
+            with tempfile.TemporaryFile(dir=there):
+                pass
     except OSError as e:
         raise _refuse_write(path, e) from e
     if problem is not None:
@@ -180,11 +193,20 @@ def _refuse_write(file: Path, error: Exception) -> CheckpointError:
             "the disk is full. Earlier checkpoints are unharmed.",
             "delete files, or keep fewer checkpoints: CheckpointManager(..., max_to_keep=2)",
         )
+    # The name is in the message already.
+    problem = os.strerror(number) if number == errno.ENAMETOOLONG else error
     return CheckpointError(
         f"a checkpoint as {_short(file)}",
-        f"the file cannot be written: {error}. Earlier checkpoints are unharmed.",
-        "use a folder that this user may write to",
+        f"the file cannot be written: {problem}. Earlier checkpoints are unharmed.",
+        _HINTS.get(number, "use a folder that this user may write to"),
     )
+
+
+_HINTS: dict[int | None, str] = {
+    errno.ENAMETOOLONG: "use a shorter name",
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "use another folder, because there is a file of this name"),
+}
+"""What to do instead, by the number of an error of the operating system."""
 
 
 class CheckpointFile:
@@ -210,16 +232,7 @@ class CheckpointFile:
                 f"{e}. The others would be zeros that fill the memory.",
                 "if you trust the file: cp --sparse=never FILE COPY, and restore the copy",
             ) from e
-        except (
-            AttributeError,
-            EOFError,
-            LookupError,
-            MemoryError,
-            OSError,
-            RecursionError,
-            TypeError,
-            ValueError,
-        ) as e:
+        except _UNREADABLE as e:
             raise CheckpointError(
                 f"the checkpoint {_short(self.file)}",
                 f"the file cannot be read: it is incomplete, or not a checkpoint ({e}).",
@@ -351,7 +364,9 @@ def _checked(notes: dict[str, Any], names: frozenset[str]) -> dict[str, Any]:
       KeyError, TypeError, ValueError: they are not such notes.
     """
     # Old files lack most of these parts, and files of pieces have none.
-    empty: dict[str, Any] = {part: {} for part in ("models", "optimizers", "accumulation", "chosen", "divided", "files")}
+    empty: dict[str, Any] = {
+        part: {} for part in ("models", "optimizers", "accumulation", "chosen", "divided", "files")
+    }
     checked = {**empty, "states": [], **notes}
     texts = ("names", "aliases", "models", "optimizers", "chosen", "files", "dtypes")
     kinds = {"sums": int, "accumulation": int, **dict.fromkeys(texts, str)}
@@ -454,23 +469,29 @@ def _nearest(file: Path) -> str:
     path = path_of(file)
     if next(_checkpoints(path_from(path)), None) is not None:
         return f"it is a folder: phalanx.train.latest_checkpoint({path!r})"
-    checkpoints = sorted(_checkpoints(file.parent))
-    if not checkpoints:
+    newest = list(itertools.islice(_readable(file), 3))
+    if not newest:
         return f"the path that save returned; {_short(file.parent)} contains no checkpoint"
-    return f"one of {', '.join(path for _, path in checkpoints[-3:])}"
+    return f"one of {', '.join(reversed(newest))}"
 
 
 def _newest_other(file: Path) -> str:
     """Returns a hint to restore the newest other checkpoint instead of an unreadable file."""
-    _, newest = max(
-        (checkpoint for checkpoint in _checkpoints(file.parent) if checkpoint[1] != path_of(file)), default=(0.0, None)
-    )
+    newest = next(_readable(file), None)
     if newest is None:
         return "delete it, to begin again; the folder contains no other checkpoint"
     return f"checkpoint.restore({newest!r}), or delete the damaged file, so that this one is the latest"
 
 
+def _readable(file: Path) -> Iterator[str]:
+    """Yields the paths of the other checkpoints in the folder of a file, the newest first."""
+    for _, path in sorted(_checkpoints(file.parent), reverse=True):
+        with contextlib.suppress(*_UNREADABLE):
+            if path != path_of(file) and Tensors(file_of(path)).metadata.get("format") in (OLD_FORMAT, _FORMAT):
+                yield path
+
+
 def _checkpoints(folder: Path) -> Iterator[tuple[float, str]]:
     """Yields the times and paths of the checkpoints in a folder."""
     with contextlib.suppress(OSError), as_os_error():
-        yield from ((s.st_mtime, path_of(f)) for f, s in shards.with_status(folder.glob(f"*{SUFFIX}")))
+        yield from ((s.st_mtime, path_of(f)) for f, s in shards.with_status(folder.glob(f"*{SUFFIX}")) if _is_file(f))

@@ -6,6 +6,8 @@ import itertools
 import queue
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -431,6 +433,26 @@ def to_python(logs: PyTree) -> PyTree:
 def is_evaluated(model: keras.Model, epoch: int, frequency: int | Collection[int]) -> bool:
     """Whether `fit` validates after this epoch."""
     return bool(model._should_eval(epoch, frequency))
+
+
+_running: ContextVar[tuple[keras.Model, ...]] = ContextVar("running", default=())
+"""The models that Keras's own loops train or evaluate around this code."""
+
+
+@contextmanager
+def in_loop_of_keras(model: keras.Model) -> Iterator[None]:
+    """Returns a context in which Keras's own loop trains or evaluates a model."""
+    token = _running.set((*_running.get(), model))
+    try:
+        yield
+    finally:
+        _running.reset(token)
+
+
+def settle_models() -> None:
+    """Gives the variables of models in Keras's own loops their values, which are in the loop. It takes them from there before its next step."""
+    for model in _running.get():
+        model.jax_state_sync()
 
 
 def take_over_state(model: keras.Model, from_chief: Callable[[list[Any]], list[Any]]) -> None:

@@ -120,7 +120,7 @@ class AbstractSource(ABC):
         """
 
     @abstractmethod
-    def start(self, state: State | None) -> Any:
+    def start(self, state: State | None) -> PyTree:
         """Returns what a position says, in the form that this source needs. Reads nothing.
 
         Args:
