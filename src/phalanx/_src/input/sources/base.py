@@ -121,7 +121,7 @@ class AbstractSource(ABC):
 
     @abstractmethod
     def start(self, state: State | None) -> PyTree:
-        """Returns what a position says, in the form that this source needs. Reads nothing.
+        """Returns the contents of a position, in the form that this source needs. Reads nothing.
 
         Args:
           state: a position. None for the beginning.
