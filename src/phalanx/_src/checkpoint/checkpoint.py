@@ -17,10 +17,11 @@ import keras
 from typing_extensions import override
 
 from phalanx._src.checkpoint import background, shards
+from phalanx._src.checkpoint.capture import capture
 from phalanx._src.checkpoint.names import Holder
 from phalanx._src.checkpoint.objects import Snapshot
 from phalanx._src.checkpoint.remote import absolute
-from phalanx._src.checkpoint.restoration import Restoration, capture
+from phalanx._src.checkpoint.restoration import Restoration
 from phalanx._src.checkpoint.status import CheckpointStatus
 from phalanx._src.checkpoint.store import CheckpointFile, file_of, refuse_existing, write
 from phalanx._src.cluster.watch import membership
@@ -336,7 +337,7 @@ class Checkpoint(Holder):
             restoration = _together(_topology(), call, lambda: Restoration(self, CheckpointFile(path)))
             restoration.begin()
             status = CheckpointStatus(restoration, self)
-            self._file = absolute(file_of(path))
+            self._file = absolute(restoration.stored.file)
             return status
 
 
@@ -387,13 +388,13 @@ class _ExclusiveCall:
 
     def __enter__(self) -> None:
         require_between_steps(self._call)
+        settle_models()  # Before the lock, which an error of Keras would keep.
         if not _busy.acquire(blocking=False):
             raise CheckpointError(
                 f"{self._call} while another checkpoint is saved or restored",
                 "the values would be those of different moments.",
                 "call it after the other call has returned, and not in get_state or set_state of an object",
             )
-        settle_models()
 
     def __exit__(self, *exception: object) -> None:
         _busy.release()

@@ -17,6 +17,7 @@ from typing import final
 import keras
 
 from phalanx._src.checkpoint import background, shards
+from phalanx._src.checkpoint.capture import size_of
 from phalanx._src.checkpoint.checkpoint import (
     Checkpoint,
     CheckpointOptions,
@@ -25,7 +26,6 @@ from phalanx._src.checkpoint.checkpoint import (
     writes_here,
 )
 from phalanx._src.checkpoint.remote import absolute, as_os_error, is_remote, path_from
-from phalanx._src.checkpoint.restoration import size_of
 from phalanx._src.checkpoint.store import SUFFIX, path_of, require_room
 from phalanx._src.runtime.notes import note
 from phalanx.errors import CheckpointError, InvalidArgumentError, arguments, shown

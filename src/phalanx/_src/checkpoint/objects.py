@@ -10,6 +10,7 @@ from typing import Any, final
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 from numpy.typing import DTypeLike
 from typing_extensions import override
@@ -366,6 +367,14 @@ def part_of(value: object) -> Part | None:
     if callable(get) and callable(set_) and not isinstance(value, type):  # A class has the methods, but no state.
         return StatePart(get, set_, value)
     return PlainPart(value) if text.is_plain(value) else None
+
+
+def kind_of_optimizer(value: object) -> str | None:
+    """Returns the class of an optimizer. None for other objects, and for a loss scale, which may be around any optimizer."""
+    is_optimizer = isinstance(value, compat.BaseOptimizer) and not isinstance(
+        value, keras.optimizers.LossScaleOptimizer
+    )
+    return type(value).__name__ if is_optimizer else None
 
 
 def refuse_object(path: str, value: object, cause: Exception | None = None) -> CheckpointError:

@@ -59,9 +59,8 @@ def path_from(name: str | os.PathLike[str] | Path) -> Path:
         ) from e
     except ValueError as e:
         raise InvalidArgumentError(text, f"is no folder of a store: {e}.", "gs://bucket/folder") from e
-    except (
-        Exception
-    ) as e:  # The libraries of some stores connect, or open an archive, and raise errors of many classes.
+    # The libraries of some stores connect, or open an archive, and raise errors of many classes.
+    except Exception as e:
         raise CheckpointError(
             text,
             f"the store cannot be opened: {type(e).__name__}: {e}.",

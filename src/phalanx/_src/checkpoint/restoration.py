@@ -1,118 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Matches the objects of a program with the contents of a checkpoint: when saving, when restoring, and when objects get variables later."""
+"""Matches the objects of a program with the contents of a checkpoint: when restoring, and when objects get variables later."""
 
 import contextlib
 import difflib
 import json
-import math
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 
 from phalanx._src import compat
-from phalanx._src.checkpoint import text
 from phalanx._src.checkpoint.format_1 import OldNaming
-from phalanx._src.checkpoint.names import OPEN, Holder, NamedValue, Names, Naming, is_numbered, is_owner, refuse_name
-from phalanx._src.checkpoint.objects import REPLICAS, Part, Snapshot, StatePart, part_of, refuse_object
+from phalanx._src.checkpoint.names import OPEN, Holder, NamedValue, Names, Naming, is_numbered, is_owner
+from phalanx._src.checkpoint.objects import REPLICAS, Part, StatePart, kind_of_optimizer, part_of
 from phalanx._src.checkpoint.slots import StoredSlots
 from phalanx._src.checkpoint.store import CheckpointFile
 from phalanx._src.compat import Variable
-from phalanx._src.compat.facts import facts_of, note_facts
 from phalanx._src.programs.identity import IdentityMap
 from phalanx.errors import CheckpointMismatchError, InputError, PhalanxError
-
-
-def capture(objects: Holder, snapshot: Snapshot) -> None:
-    """Copies all objects into a snapshot. An object with several paths is saved once, under its shortest path.
-
-    Raises:
-      CheckpointError: an object cannot be saved.
-    """
-    first: dict[int, str] = {id(objects): ""}
-    new: set[int] = set()
-
-    def enter(owner: Any, path: str) -> bool:
-        is_new = id(owner) in new
-        new.discard(id(owner))
-        return is_new
-
-    for path, value, owner, *_ in Names(Naming()).below([(objects, "")], enter):
-        if is_owner(value) or isinstance(value, Variable):
-            if id(value) in first:
-                if first[id(value)] != path:
-                    snapshot.aliases[path] = first[id(value)]
-                continue
-            first[id(value)] = path
-            new.add(id(value))
-        if is_owner(value):
-            # An inner model is a part of the architecture of the outer one.
-            if owner is objects and isinstance(value, keras.Model) and (architecture := _architecture(value)):
-                snapshot.models[path] = architecture
-            if (kind := _kind_of_optimizer(value)) is not None:
-                snapshot.optimizers[path] = kind
-                snapshot.accumulation[path] = compat.accumulation_steps(value) or 1
-            # Other paths contain the name that the user has chosen.
-            if is_numbered(path) and (name := compat.chosen_name(value)) is not None:
-                snapshot.chosen[path] = name
-            continue
-        part = part_of(value)
-        if part is None:
-            raise refuse_object(path, value)
-        if path in snapshot.taken:
-            raise refuse_name(path)
-        snapshot.taken.add(path)
-        try:
-            part.save(path, snapshot)
-        except PhalanxError:
-            raise
-        except Exception as e:
-            raise refuse_object(path, value, e) from e
-
-
-def size_of(objects: Holder) -> int:
-    """Returns the bytes of the arrays that a checkpoint of some objects contains."""
-    sizes: dict[int, int] = {}
-    met: set[int] = set()
-
-    def enter(owner: Any, path: str) -> bool:
-        is_new = id(owner) not in met
-        met.add(id(owner))
-        return is_new
-
-    for _, value, *_ in Names(Naming()).below([(objects, "")], enter):
-        if isinstance(value, Variable):
-            sizes[id(value)] = math.prod(value.shape) * np.dtype(compat.dtype_of(value)).itemsize
-        elif text.is_array(value):
-            sizes[id(value)] = value.nbytes
-    return sum(sizes.values())
-
-
-def _kind_of_optimizer(value: object) -> str | None:
-    """Returns the class of an optimizer. None for other objects, and for a loss scale, which may be around any optimizer."""
-    is_optimizer = isinstance(value, compat.BaseOptimizer) and not isinstance(
-        value, keras.optimizers.LossScaleOptimizer
-    )
-    return type(value).__name__ if is_optimizer else None
-
-
-def _architecture(model: keras.Model) -> str | None:
-    """Returns the configuration of a model as JSON, without its optimizer. None if the model has none, or no variables yet."""
-    if not model.built:
-        return None
-    if (architecture := facts_of(model).architecture) is None:
-        try:
-            config = json.loads(model.to_json())
-        except Exception:
-            # Whatever `get_config` of a model raises, its variables can be saved.
-            config = None
-        # Empty for none, so that the next save does not try again.
-        architecture = "" if config is None else json.dumps(config | {"compile_config": None})
-        note_facts(model).architecture = architecture
-    return architecture or None
 
 
 class _Match(NamedTuple):
@@ -233,7 +140,7 @@ class Restoration:
 
     def _difference(self, owner: Any, path: str) -> str | None:
         """Returns why an object cannot have the values that the checkpoint has under its name. None if it can."""
-        before, kind = self.stored.notes["optimizers"].get(path), _kind_of_optimizer(owner)
+        before, kind = self.stored.notes["optimizers"].get(path), kind_of_optimizer(owner)
         if self._is_left_out(owner):
             return None
         if before is not None and kind is not None and before != kind:

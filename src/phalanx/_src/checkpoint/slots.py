@@ -101,8 +101,12 @@ class StoredSlots:
         optimizer, slot = entry.owner, entry.slot
         assert slot is not None
         if slot.kind == _AVERAGE and slot.trained is not None:
-            has_weights = any(self._received.get(v) is not None for v in compat.trained_by(optimizer, None))
-            return _AveragePart(slot.variable, slot.trained, self._received.get(slot.trained), has_weights=has_weights)
+            place_there = self._received.get(slot.trained)
+            # In this order: to ask for all variables at each of them would take the square of their number.
+            has_weights = place_there is not None or any(
+                self._received.get(v) is not None for v in compat.trained_by(optimizer, None)
+            )
+            return _AveragePart(slot.variable, slot.trained, place_there, has_weights=has_weights)
         is_scaling = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
         ours, theirs = compat.accumulation_steps(optimizer) or 1, self._accumulation.get(place or "")
         if theirs not in (None, ours) and not is_scaling:
@@ -115,7 +119,7 @@ class StoredSlots:
 
 @final
 class _ConvertedPart(VariablePart):
-    """A variable that gets a value computed from that in the checkpoint."""
+    """A variable whose value is computed from that in the checkpoint."""
 
     def __init__(self, variable: Variable, convert: Callable[[PyTree], PyTree]) -> None:
         super().__init__(variable)

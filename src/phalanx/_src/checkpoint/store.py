@@ -41,7 +41,7 @@ _NO_SUM = b"0" * 8
 _SHOWN = 200
 
 _UNREADABLE = (AttributeError, EOFError, LookupError, MemoryError, OSError, RecursionError, TypeError, ValueError)
-"""What reading a file of any contents raises."""
+"""The exceptions that a malformed file can cause."""
 
 _CODES = {name: code for code, name in DTYPES.items()}
 """Arrays of other dtypes are stored as bytes, with the name of the dtype in the notes."""
@@ -131,9 +131,8 @@ def require_room(folder: str | os.PathLike[str], size: int = 0) -> None:
         usage = shutil.disk_usage(there)
         if problem is None and usage.total and usage.free < size:
             problem = errno.ENOSPC
-        if (
-            problem is None and not usage.total
-        ):  # No disk, as /proc, or a file system that does not say how much room it has.
+        # Not a disk, such as /proc, or a file system that does not report its size.
+        if problem is None and not usage.total:
             with tempfile.TemporaryFile(dir=there):
                 pass
     except OSError as e:
@@ -206,7 +205,7 @@ _HINTS: dict[int | None, str] = {
     errno.ENAMETOOLONG: "use a shorter name",
     **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "use another folder, because there is a file of this name"),
 }
-"""What to do instead, by the number of an error of the operating system."""
+"""Hints by the error numbers of the operating system."""
 
 
 class CheckpointFile:
