@@ -115,6 +115,9 @@ def of_input():
         "DistributedDataset.batches": Case(
             lambda steps: iter(dataset.batches(steps=steps)), {"steps": 2}, takes={"steps": {"integer of NumPy"}}
         ),
+        "DistributedDataset.require_position": Case(
+            lambda state: dataset.require_position(state), {"state": iter(dataset).get_state()}
+        ),
         "DistributedIterator.set_state": Case(
             lambda state: iter(dataset).set_state(state), {"state": iter(dataset).get_state()}
         ),

@@ -388,7 +388,7 @@ class _ExclusiveCall:
 
     def __enter__(self) -> None:
         require_between_steps(self._call)
-        settle_models()  # Before the lock, which an error of Keras would keep.
+        settle_models()  # Before the lock, which a Keras error would keep.
         if not _busy.acquire(blocking=False):
             raise CheckpointError(
                 f"{self._call} while another checkpoint is saved or restored",

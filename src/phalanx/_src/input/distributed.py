@@ -162,7 +162,7 @@ class DistributedDataset:
             require_same_data(self._plan.source.facts, self.topology.exchange)
 
     def require_position(self, state: State) -> None:
-        """Checks that a position belongs to this dataset, as far as that is known before reading.
+        """Checks that a position belongs to this dataset, as far as that is known before reading. May be called in any context.
 
         Args:
           state: result of `get_state` of an iterator.
