@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 
 from phalanx._src import compat
 from phalanx._src.collectives import primitives
-from phalanx._src.mesh.arrays import require_fits
+from phalanx._src.mesh.arrays import require_fits, require_live
 from phalanx._src.options import ReduceOp
 from phalanx._src.tracing import context
 from phalanx._src.tracing.context import ReplicaContext
@@ -411,7 +411,10 @@ def _array(kind: str, data: ArrayLike | keras.Variable, ranks: tuple[int, ...] |
 
     Raises:
       InvalidArgumentError: it is not an array of real numbers, or has another number of dims.
+      TraceError: it was kept from another step.
     """
+    if not compat.is_lifting():
+        require_live(data)
     try:
         value = primitives.as_array(data.value if isinstance(data, keras.Variable) else data)
     except ReduceOpError as e:

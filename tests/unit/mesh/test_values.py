@@ -147,15 +147,16 @@ def test_components_in_a_function(strategy):
 
 
 def test_mirrored_is_an_array():
-    """Unless its value is a nest."""
+    """Unless its value is a nest or an object."""
     value = Mirrored(jnp.float32([1, 2]))
     assert (jnp.asarray(value) + 1).tolist() == [2, 3]
     assert np.asarray(value, dtype="int32").tolist() == [1, 2]
     assert (value + 1).tolist() == [2, 3]
     assert (value == 1).tolist() == [True, False]
     assert float(jnp.mean(value)) == float(value.mean()) == 1.5
-    with pytest.raises(ContextError, match=r"a Mirrored dict used as an array: .*\nHINT: mirrored.value"):
-        _ = Mirrored({"w": 1}) + 1
+    for other in ({"w": 1}, [1, 2], None, "text", object()):
+        with pytest.raises(ContextError, match=r"a Mirrored \w+ used as an array: .*\nHINT: mirrored.value"):
+            _ = Mirrored(other) + 1
 
 
 def test_mirrored_value_has_a_component_per_device(strategy):

@@ -46,7 +46,7 @@ def test_numpy_of_a_traced_value(strategy):
 
 
 @pytest.mark.parametrize("how", ["run", "function"])
-def test_a_value_that_leaks(strategy, how):
+def test_a_value_that_leaks(strategy, how, tmp_path):
     """It never had a value in another step. JAX's own error, outside all steps, says which function it comes from."""
     leaked = []
 
@@ -60,6 +60,24 @@ def test_a_value_that_leaks(strategy, how):
     with pytest.raises(jax.errors.JAXTypeError, match=found) as caught:
         jnp.asarray([1, 2])[int(leaked[-1])]
     assert f"leaking_step at {__file__}" in str(caught.value)
+    with strategy.scope():
+        v = keras.Variable(0, dtype="int32")
+    uses = {
+        "argument": lambda: strategy.run(lambda x: x, args=(leaked[-1],)),
+        "function": lambda: phalanx.function(lambda x: x)(leaked[-1]),
+        "reduce": lambda: strategy.reduce("SUM", leaked[-1], axis=None),
+        "gather": lambda: strategy.gather(leaked[-1], axis=0),
+        "assign": lambda: v.assign(leaked[-1]),
+        "assign_add": lambda: v.assign_add(leaked[-1]),
+        "assign_sub": lambda: v.assign_sub(leaked[-1]),
+        "scalar": lambda: phalanx.summary.scalar("x", leaked[-1], step=1),
+        "histogram": lambda: phalanx.summary.histogram("x", leaked[-1], step=1),
+    }
+    with phalanx.summary.create_file_writer(tmp_path).as_default():
+        for use in uses.values():
+            with pytest.raises(TraceError, match=r"a value from another trace: .*\nHINT: return the value"):
+                use()
+    assert int(v) == 0
 
 
 FIXED = {

@@ -15,7 +15,7 @@ import phalanx
 from phalanx import Mirrored, PerReplica, RunOptions
 from phalanx._src.strategies.base import living_strategies
 from phalanx._src.tracing.strategy import Updates
-from phalanx.errors import ContextError, InvalidArgumentError
+from phalanx.errors import ContextError, InvalidArgumentError, ReduceOpError
 
 
 @pytest.mark.parametrize("args", [1, "ab", {"x": 1}, np.ones(2), None])
@@ -77,6 +77,19 @@ def test_mirrored_arguments_are_unwrapped(strategy):
         for _ in range(2):
             state = each.run(lambda s: Mirrored({"w": s["w"] + 1}), args=(state,))
         assert state.value["w"].tolist() == [3, 3]
+
+
+def test_mirrored_argument_of_objects(strategy):
+    """As the object itself: it comes back as it is, and a function of other objects is another program."""
+    for text in ("a", "b"):
+        value = Mirrored({"name": text, "x": [1.0, Mirrored(np.float32([2, 3]))], "none": None})
+        result = strategy.run(lambda s: Mirrored((s["name"] + "!", s["x"][0] * 2, s["x"][1].value * 2)), args=(value,))
+        assert result.value[0] == f"{text}!"
+        assert float(result.value[1]) == 2
+        assert result.value[2].tolist() == [4, 6]
+        assert phalanx.function(lambda m: m.value["name"])(value) == text
+    with pytest.raises(ReduceOpError, match="'text': is not an array of numbers"):
+        strategy.reduce("MEAN", Mirrored("text"), axis=None)
 
 
 def test_run_in_replica_context(strategy):

@@ -23,7 +23,15 @@ from phalanx._src.compat.hooks import extend
 from phalanx._src.compat.layouts import divided_layout, layout_of, layout_of_shards
 from phalanx._src.compat.scope import lift_scope, surrounding_scope
 from phalanx._src.compat.undo import RAW_VALUE, note_old_value
-from phalanx._src.mesh.arrays import copied, put_parts, put_shards, put_small, require_fits, spans_processes
+from phalanx._src.mesh.arrays import (
+    copied,
+    put_parts,
+    put_shards,
+    put_small,
+    require_fits,
+    require_live,
+    spans_processes,
+)
 from phalanx._src.mesh.topology import whole
 from phalanx._src.runtime.settings import settings
 from phalanx.errors import PhalanxError, VariableError, shown
@@ -441,7 +449,10 @@ def _explain_refusal(variable: Variable, method: str, value: object, error: Exce
 
     Raises:
       VariableError: `value` is not an array of numbers that fits the shape of the variable.
+      TraceError: `value` was kept from another step.
     """
+    if lift_scope() is None:
+        require_live(value)
     is_of_strategy = lift_scope() is not None or layout_of(variable) is not None or maker_of(variable) is not None
     is_explained = isinstance(error, (PhalanxError, jax.errors.JAXTypeError, jax.errors.UnexpectedTracerError))
     is_alive = isinstance(value, jax.Array) and (isinstance(value, jax.core.Tracer) or not value.is_deleted())

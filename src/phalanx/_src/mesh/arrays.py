@@ -14,7 +14,7 @@ from jax.typing import ArrayLike
 from numpy.typing import DTypeLike
 
 from phalanx._src.typed_jax import explicit_transfer, is_ready
-from phalanx.errors import InputError, InvalidArgumentError, shown
+from phalanx.errors import InputError, InvalidArgumentError, TraceError, shown
 from phalanx.typing import PyTree
 
 # A CPU device uses memory whose address this divides, and copies other memory.
@@ -48,6 +48,29 @@ def over_rows(rows: jax.Array, values: jax.Array) -> jax.Array:
       (3, 1, 1)
     """
     return rows.reshape(rows.shape + (1,) * (values.ndim - rows.ndim))
+
+
+def require_live(value: object) -> None:
+    """Checks that `value` is not a value of a trace that has ended. May add an operation to the trace of a traced value.
+
+    Raises:
+      TraceError: it is one.
+    """
+    if isinstance(value, jax.core.Tracer):
+        try:
+            value == value  # noqa: B015, PLR0124  (any operation of one operand that takes every dtype)
+        except jax.errors.UnexpectedTracerError as e:
+            raise of_another_trace() from e
+
+
+def of_another_trace(at: str = "") -> TraceError:
+    """Returns the error for a value of a trace that has ended. `at` says where it was used."""
+    return TraceError(
+        f"a value from another trace{at}",
+        "the value was kept in a list, an attribute or a global variable while a function was traced, when it had no "
+        "number yet.",
+        "return the value from the step, or store it in a keras.Variable",
+    )
 
 
 def as_array(value: object, name: str = "a value") -> Any:

@@ -307,7 +307,7 @@ class Mirrored(DistributedValues):
     then returns one `Mirrored` instead of one `PerReplica` per leaf. As an argument of `Strategy.run` it is unwrapped.
 
     Args:
-      value: a pytree of arrays.
+      value: a pytree of arrays. Other objects in it come back as they are.
 
     Example:
       >>> import jax, phalanx
@@ -344,13 +344,16 @@ class Mirrored(DistributedValues):
         return tuple(tree.unflatten(p) for p in zip(*parts, strict=True)) if parts else (self.value,)
 
     def __jax_array__(self) -> jax.Array:
-        if not jax.tree_util.all_leaves([self.value]):
+        is_leaf = jax.tree_util.all_leaves([self.value])
+        try:
+            # JAX would make an array of a list of numbers too.
+            copy: jax.Array = one_copy(jnp.asarray(self.value if is_leaf else object()))
+        except TypeError:
             raise ContextError(
                 f"a Mirrored {type(self.value).__name__} used as an array",
-                "it is a pytree of values, not an array.",
-                "mirrored.value, which is the pytree",
-            )
-        copy: jax.Array = one_copy(jnp.asarray(self.value))
+                "it is not an array.",
+                "mirrored.value, which is what it holds",
+            ) from None
         return copy
 
 

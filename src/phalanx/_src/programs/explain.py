@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import keras
 
 from phalanx._src import compat
+from phalanx._src.mesh.arrays import of_another_trace
 from phalanx._src.mesh.values import AS_ARRAY
 from phalanx._src.tracing.discovery import DiscoveryMismatch
 from phalanx._src.tracing.policy import describe
@@ -94,12 +95,7 @@ def _explanation(error: Exception, *, prints: bool) -> TraceError | None:
         )
     # `device_put` has its own error for such a value.
     if isinstance(error, jax.errors.UnexpectedTracerError) or "JaxprTracer'> is not a valid JAX type" in str(error):
-        return TraceError(
-            f"a value from another trace{at}",
-            "the value was kept in a list, an attribute or a global variable while a function was traced, when it had no "
-            "number yet.",
-            "return the value from the step, or store it in a keras.Variable",
-        )
+        return of_another_trace(at)
     if isinstance(
         error,
         (

@@ -9,14 +9,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from phalanx._src.mesh.arrays import as_array, is_array
+from phalanx._src.mesh.arrays import as_array, as_number, is_array
 from phalanx._src.mesh.layout import REPLICA_AXIS
-from phalanx._src.mesh.values import Mirrored, check_size, differs, flatten, is_equal_everywhere
+from phalanx._src.mesh.values import Mirrored, check_size, differs, flatten, is_equal_everywhere, map_leaves, unwrapped
 from phalanx._src.programs import explain, own_rows
 from phalanx._src.tracing import context
 from phalanx._src.tracing.context import Mode, ReplicaContext
 from phalanx._src.tracing.rows import ReplicaRows
 from phalanx._src.tracing.strategy import AbstractStrategy
+from phalanx._src.tracing.structure import Parts, Structure
 from phalanx._src.typed_jax import shape_dtype
 from phalanx.typing import PyTree
 
@@ -31,7 +32,9 @@ class Nest:
 
     def __init__(self, returned: PyTree) -> None:
         leaves, self._tree = flatten(returned)
-        self._leaves = [_RESULT if _is_traced(x) else _MIRRORED if is_equal_everywhere(x) else x for x in leaves]
+        self._leaves = [
+            _RESULT if _is_traced(x) else _content(x).structure if is_equal_everywhere(x) else x for x in leaves
+        ]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Nest) and self._key == other._key
@@ -42,7 +45,7 @@ class Nest:
     @property
     def _key(self) -> PyTree:
         # Objects that compare element by element are equal only to themselves.
-        return self._tree, [(type(x), x) if isinstance(x, (*_NUMBERS, str)) else id(x) for x in self._leaves]
+        return self._tree, [(type(x), x) if isinstance(x, (*_NUMBERS, str, Structure)) else id(x) for x in self._leaves]
 
     def other_numbers(self, other: "Nest") -> list[int]:
         """Returns the places of numbers that are not those of another nest of equal structure."""
@@ -52,13 +55,18 @@ class Nest:
         return [i for i, (x, y) in pairs if isinstance(x, _NUMBERS) and isinstance(y, _NUMBERS) and x != y]
 
     def join(self, results: Iterable[Any], mirrored: Iterable[Any]) -> PyTree:
-        """Returns the nest with these arrays and trees."""
-        arrays, trees = iter(results), iter(mirrored)
-        pick = lambda x: next(arrays) if x is _RESULT else Mirrored(next(trees)) if x is _MIRRORED else x  # noqa: E731
+        """Returns the nest with these arrays and those of its `Mirrored` values."""
+        arrays, shared = iter(results), iter(mirrored)
+
+        def pick(leaf: PyTree) -> PyTree:
+            if leaf is _RESULT:
+                return next(arrays)
+            return Mirrored(leaf.join(shared)) if isinstance(leaf, Structure) else leaf
+
         return self._tree.unflatten(map(pick, self._leaves))
 
 
-_RESULT, _MIRRORED = object(), object()
+_RESULT = object()
 _NUMBERS = (bool, int, float, complex, np.generic)
 
 
@@ -67,13 +75,13 @@ class Returned(NamedTuple):
 
     Args:
       results: its arrays that may differ between replicas, in order.
-      mirrored: the trees of its `Mirrored` values, in order.
+      mirrored: the arrays and numbers of its `Mirrored` values, in order.
       nest: what the function returned, without its arrays.
       rows: the rows of the replica. None if all replicas have equally many.
     """
 
     results: list[jax.Array]
-    mirrored: list[PyTree]
+    mirrored: list[Any]
     nest: Nest
     rows: ReplicaRows | None
 
@@ -99,14 +107,14 @@ class ReplicaCall:
 
     def __init__(self, strategy: AbstractStrategy, fn: Callable[..., Any], args: PyTree, *, is_stacked: bool) -> None:
         self._strategy, self.fn, self._is_stacked = strategy, fn, is_stacked
-        leaves, self._tree = flatten(args)
+        leaves, self._tree = flatten(map_leaves(unwrapped, args))
         self._leaves = [x if (array := as_array(x)) is None else array for x in leaves]
         for value in self._of(differs):
             check_size(value, strategy.num_replicas_in_sync)
         of_replicas = self._of(differs)
         # Per-replica arrays are sharded inputs, other arrays are replicated inputs, and the rest stays in Python.
         self.sharded = [x.data for x in of_replicas]
-        self.whole = [x.value for x in self._of(is_equal_everywhere)] + self._of(is_array)
+        self.whole = self._of(is_array)
         # The sizes of the arguments of one step, and the batches that they belong to.
         first_dim = 1 if is_stacked else 0
         self.sizes = [x.rows and x.rows.without_dims(first_dim) for x in of_replicas]
@@ -142,11 +150,9 @@ class ReplicaCall:
         self, sharded: list[Any], whole: list[Any], replica_id: jax.Array, gathered: own_rows.Gathered | None = None
     ) -> Returned:
         """Calls the user's function with the arguments of one replica."""
-        local_leaves, shared_leaves = iter(sharded), iter(whole)
         leaves = list(self._leaves)
-        self._fill(leaves, differs, local_leaves)
-        self._fill(leaves, is_equal_everywhere, shared_leaves)
-        self._fill(leaves, is_array, shared_leaves)
+        self._fill(leaves, differs, sharded)
+        self._fill(leaves, is_array, whole)
         args, kwargs = self._tree.unflatten(leaves)
         replica = ReplicaContext(self._strategy, replica_id, self.rows_of(replica_id, gathered))
         with context.enter(Mode(self._strategy, replica)):
@@ -157,7 +163,7 @@ class ReplicaCall:
             leaves = [_number(x, replica.rows) if i in gathered.numbers else x for i, x in enumerate(leaves)]
             result = tree.unflatten(leaves)
         results = [x for x in leaves if _is_traced(x)]
-        mirrored = [x.value for x in leaves if is_equal_everywhere(x)]
+        mirrored = [array for x in leaves if is_equal_everywhere(x) for array in _content(x).arrays]
         return Returned(results, mirrored, Nest(result), replica.rows)
 
     def rows_of(self, replica_id: jax.Array, gathered: own_rows.Gathered | None = None) -> tuple[ReplicaRows, ...]:
@@ -178,8 +184,7 @@ class ReplicaCall:
 
     def _fill(self, leaves: list[Any], kind: Callable[[Any], bool], values: Iterable[Any]) -> None:
         places = (i for i, x in enumerate(self._leaves) if kind(x))
-        # `zip` asks `places` first. In the other order it would take a value too many, and the next call continues with `values`.
-        for place, value in zip(places, values, strict=False):
+        for place, value in zip(places, values, strict=True):
             leaves[place] = value
 
     def _of(self, kind: Callable[[Any], bool]) -> list[Any]:
@@ -188,6 +193,10 @@ class ReplicaCall:
 
 def _number(value: PyTree, rows: ReplicaRows | None) -> jax.Array:
     return jnp.asarray(value) if rows is None else rows.with_rows(jnp.asarray(value))
+
+
+def _content(mirrored: Mirrored) -> Parts:
+    return Parts(mirrored.value, lambda x: x if isinstance(x, bool) else as_number(x))
 
 
 def _is_traced(leaf: object) -> bool:

@@ -68,7 +68,7 @@ class _ReplicaOutputs(NamedTuple):
 
     Args:
       results: arrays that may differ between replicas, (1, ...) each.
-      mirrored: the trees of `Mirrored` values.
+      mirrored: the arrays of `Mirrored` values.
       values: new values of the variables that the program writes, in order. None for variables that are combined on demand.
       parts: new components of the on-read variables among them, (1, ...) each.
       gradients: one list per update that is applied after the program.

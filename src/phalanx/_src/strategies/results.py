@@ -10,6 +10,7 @@ import keras
 
 from phalanx._src.collectives import primitives
 from phalanx._src.collectives.cross_device import CrossDeviceOps
+from phalanx._src.mesh.arrays import require_live
 from phalanx._src.mesh.values import DistributedValues, Mirrored, PerReplica, differs, flatten, map_leaves
 from phalanx._src.options import ReduceOp
 from phalanx._src.programs.replicas import trace_run
@@ -203,5 +204,7 @@ class AbstractResults(AbstractStrategy):
 
 def _checked_array(value: T) -> T:
     if isinstance(value, jax.Array):
+        if innermost() is None:
+            require_live(value)
         primitives.check_arrays(value)
     return value

@@ -3,7 +3,7 @@
 
 import copy
 import gc
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType, ModuleType
 from typing import Any, NamedTuple, TypeVar
@@ -11,9 +11,8 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import keras
 import numpy as np
-from jax.tree_util import tree_flatten
 
-from phalanx._src.mesh.arrays import as_number, copied, map_named
+from phalanx._src.mesh.arrays import as_number, copied, map_named, require_live
 from phalanx._src.mesh.values import ComponentSizes, Mirrored, PerReplica, flatten, is_distributed
 from phalanx._src.runtime.settings import settings
 from phalanx.errors import InputError, TraceError, shown
@@ -50,15 +49,15 @@ class _PerReplica(NamedTuple):
 
 @dataclass(frozen=True)
 class _Mirrored:
-    """A leaf that is a `Mirrored`, whose value has the structure `tree`.
+    """A leaf that is a `Mirrored`, whose value has the structure `content`.
 
     No tuple, because tuples of different classes compare their items, and a structure of JAX refuses to be compared with others.
     """
 
-    tree: PyTree
+    content: "Structure"
 
     def join(self, arrays: Iterator[Any], streams: Sequence[AbstractStream]) -> PyTree:
-        return Mirrored(self.tree.unflatten([next(arrays) for _ in range(self.tree.num_leaves)]))
+        return Mirrored(self.content.join(arrays, streams))
 
 
 class _Stream(NamedTuple):
@@ -101,7 +100,15 @@ class Structure(NamedTuple):
     tree: PyTree
     leaves: tuple[Any, ...]
 
-    def join(self, arrays: Sequence[Any], streams: Sequence[AbstractStream] = ()) -> PyTree:
+    def statics(self) -> Iterator[_Static]:
+        """Returns the leaves that select the program."""
+        for leaf in self.leaves:
+            if isinstance(leaf, _Static):
+                yield leaf
+            elif isinstance(leaf, _Mirrored):
+                yield from leaf.content.statics()
+
+    def join(self, arrays: Iterable[Any], streams: Sequence[AbstractStream] = ()) -> PyTree:
         """Returns the nest with these arrays and streams."""
         if not self.leaves:
             return self.tree.unflatten(())
@@ -126,6 +133,10 @@ class Parts:
     """
 
     __slots__ = ("arrays", "sharded", "streams", "structure")
+    structure: Structure
+    arrays: list[Any]
+    sharded: list[bool]
+    streams: list[AbstractStream]
 
     def __init__(
         self,
@@ -145,10 +156,10 @@ class Parts:
                 sharded.append(True)
                 kinds.append(_EQUAL if leaf.batch is None else _PerReplica(leaf.rows, leaf.batch))
             elif isinstance(leaf, Mirrored):
-                values, mirrored_tree = tree_flatten(leaf.value)
-                arrays += [x if (array := as_array(x)) is None else array for x in values]
-                sharded += [False] * len(values)
-                kinds.append(_Mirrored(mirrored_tree))
+                content = Parts(leaf.value, as_array, all_streams)
+                arrays += content.arrays
+                sharded += content.sharded
+                kinds.append(_Mirrored(content.structure))
             elif isinstance(leaf, jax.Array):
                 arrays.append(leaf)
                 sharded.append(False)
@@ -224,8 +235,8 @@ def require_returnable(results: Parts) -> None:
       InputError: a result is a deleted array.
       TraceError: a result is a `PerReplica` of Python objects, or an object that is not a pytree and holds arrays of the step.
     """
-    for leaf in results.structure.leaves:
-        if isinstance(leaf, _Static) and any(isinstance(x, jax.core.Tracer) for x in _content(leaf.value)):
+    for leaf in results.structure.statics():
+        if any(isinstance(x, jax.core.Tracer) for x in _content(leaf.value)):
             raise TraceError(
                 f"a step returned {shown(leaf.value)}",
                 "the object holds arrays that have no numbers yet, because JAX does not see them there.",
@@ -299,6 +310,7 @@ def refuse_outer_trace() -> TraceError:
 def _spec(array: Any) -> Hashable:
     """Returns the properties of an array that select the program."""
     if isinstance(array, jax.core.Tracer):
+        require_live(array)
         raise refuse_outer_trace()
     if isinstance(array, tuple):
         raise TraceError(
