@@ -100,13 +100,13 @@ class Structure(NamedTuple):
     tree: PyTree
     leaves: tuple[Any, ...]
 
-    def statics(self) -> Iterator[_Static]:
+    def static_leaves(self) -> Iterator[_Static]:
         """Returns the leaves that select the program."""
         for leaf in self.leaves:
             if isinstance(leaf, _Static):
                 yield leaf
             elif isinstance(leaf, _Mirrored):
-                yield from leaf.content.statics()
+                yield from leaf.content.static_leaves()
 
     def join(self, arrays: Iterable[Any], streams: Sequence[AbstractStream] = ()) -> PyTree:
         """Returns the nest with these arrays and streams."""
@@ -235,7 +235,7 @@ def require_returnable(results: Parts) -> None:
       InputError: a result is a deleted array.
       TraceError: a result is a `PerReplica` of Python objects, or an object that is not a pytree and holds arrays of the step.
     """
-    for leaf in results.structure.statics():
+    for leaf in results.structure.static_leaves():
         if any(isinstance(x, jax.core.Tracer) for x in _content(leaf.value)):
             raise TraceError(
                 f"a step returned {shown(leaf.value)}",
