@@ -228,6 +228,18 @@ def test_servers_from_tf_config(spec):
             assert task.wait(120) == 0
 
 
+@pytest.mark.exhaustive("tests/unit/cluster/connections/test_door.py: a chief that is killed says nothing")
+def test_a_chief_that_is_killed(spec):
+    """Its tasks fail, so that whoever started them starts them again."""
+    with servers(spec, "worker", "ps") as tasks, chief_of(spec) as chief:
+        said(chief)
+        kill(chief.pid)
+        for task in tasks:
+            assert task.wait(120) == 1
+            assert "PeerLostError: Server(" in (text := errors_of(task))
+            assert "HINT: start this task again" in text
+
+
 @pytest.mark.exhaustive("tests/guide/test_parameter_server_guide.py: a cluster that starts as it should")
 def test_tasks_that_are_missing(spec):
     """The chief names them, with their addresses."""

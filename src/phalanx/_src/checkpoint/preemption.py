@@ -331,6 +331,8 @@ class PreemptionCheckpointHandler:
         self._timer.start()
 
     def _exit(self) -> None:
+        # Slurm sends SIGTERM again as soon as the first process of a step has exited.
+        self._notices.close(is_ending=True)
         sys.exit(self._exit_code)
 
 

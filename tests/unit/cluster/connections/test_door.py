@@ -52,8 +52,32 @@ def test_members_learn_where_to_meet(address):
                 assert sorted(door.names) == ["ps:0", "worker:0"]
                 assert one.is_open(0.01)
             wait_until(lambda: door.names == ["worker:0"])
+            assert not one.has_said_so
             door.close()
             assert not one.is_open(DEADLINE_S)
+            assert one.has_said_so
+
+
+def test_a_chief_that_is_killed_says_nothing(address):
+    """Its kernel closes the connection."""
+    with contextlib.closing(Door(address, OURS, 1)) as door:
+        door.tell(PLACE)
+        with entering(address, "worker:0")() as member:
+            door._here[0].socket.shutdown(socket.SHUT_RDWR)
+            assert not member.is_open(DEADLINE_S)
+            assert not member.has_said_so
+
+
+def test_a_chief_that_ends_at_once(address):
+    """Its message and its end may come in one packet; without a message, the member was not needed."""
+    door = Door(address, OURS, 1)
+    member = entering(address, "worker:0")
+    wait_until(lambda: door.names == ["worker:0"])
+    door.close()
+    with member() as one:
+        assert one.message is None
+        assert one.has_said_so
+        assert not one.is_open(DEADLINE_S)
 
 
 def test_another_secret_does_not_open_the_door(address):

@@ -125,3 +125,27 @@ print(len(heard) > 0)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
     assert done.stdout == "True\n", done.stderr
+
+
+def test_process_that_ends_keeps_its_code():
+    """Whatever comes after: in a `finally` block, in a handler of `atexit`, and after Python has removed its handlers."""
+    code = """
+import atexit, os, signal, sys
+from phalanx._src.cluster.processes.notices import Notices
+
+class Last:
+    def __del__(self, kill=os.kill, pid=os.getpid(), signal=signal.SIGTERM):
+        kill(pid, signal)
+
+last = Last()
+notices = Notices("f()", print)
+atexit.register(os.kill, os.getpid(), signal.SIGTERM)
+notices.close(is_ending=True)
+try:
+    sys.exit(42)
+finally:
+    os.kill(os.getpid(), signal.SIGTERM)
+    notices.close()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (42, "", "")

@@ -2,11 +2,12 @@
 """The door of a cluster whose members may come late and come again: they learn where to meet only after both ends have proved themselves.
 
 The chief of parameter servers keeps one. A member that comes through it waits for the message of the chief, and keeps the connection, whose
-end tells it that the chief has ended. Uses the standard library only.
+end tells it that the chief has ended. A chief that was not killed says so before. Uses the standard library only.
 """
 
 import selectors
 import threading
+from socket import MSG_PEEK
 from typing import Self, final
 
 from phalanx._src.cluster.connections.hosts import is_loopback
@@ -24,6 +25,10 @@ class MeetingPlace(Message):
 
     ray: str
     salt: str
+
+
+class ChiefEnds(Message):
+    """The chief closes its strategy. Its machine was not lost, and nobody killed it."""
 
 
 @final
@@ -70,7 +75,7 @@ class Door:
                 member.say(message)
 
     def close(self) -> None:
-        """Ends all connections, so that the members learn that the chief has ended."""
+        """Tells the members that the chief ends, and closes their connections."""
         self._is_closed = True
         # Members learn of the end by their connections, which the thread closes.
         self._thread.join()
@@ -85,6 +90,7 @@ class Door:
                 for member in [key.data for key, _ in ready if key.data]:
                     self._hear(member)
             for member in self._here:
+                member.say(ChiefEnds())
                 member.close()
 
     def _admit(self, member: Connection) -> None:
@@ -118,6 +124,7 @@ class Entrance:
 
     Attributes:
       message: the message of the chief. None if it has ended before.
+      has_said_so: whether the chief has said that it ends.
       is_local: whether the chief is on this machine.
 
     Raises:
@@ -135,7 +142,10 @@ class Entrance:
             ) from e
         # The chief waits for all others before it says where they meet.
         self._connection.socket.settimeout(timeout_s)
-        self.message = next(self._connection.messages([MeetingPlace]), None)
+        self.message: MeetingPlace | None = None
+        self.has_said_so = False
+        while self.message is None and self._hear():
+            pass
         self.is_local = hosts_of([self._connection.socket])[1]
 
     def __enter__(self) -> Self:
@@ -147,10 +157,19 @@ class Entrance:
     def is_open(self, wait_s: float) -> bool:
         """Whether the chief is there. Waits up to `wait_s` seconds for its end."""
         self._connection.socket.settimeout(wait_s)
-        # The chief sends nothing after its message, so a byte or an end is news.
         try:
-            return bool(self._connection.socket.recv(1))
+            self._connection.socket.recv(1, MSG_PEEK)
         except TimeoutError:
             return True
         except OSError:
             return False
+        return self._hear()
+
+    def _hear(self) -> bool:
+        """Notes what the chief says. Returns whether it may say more."""
+        messages, is_open = self._connection.hear([MeetingPlace, ChiefEnds])
+        for message in messages:
+            if isinstance(message, MeetingPlace):
+                self.message = message
+            self.has_said_so |= isinstance(message, ChiefEnds)
+        return is_open and not self.has_said_so

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Listens for notices that this process will soon be ended: SIGTERM, and the answer of a function. Uses the standard library only."""
 
+import atexit
 import os
 import select
 import signal
@@ -77,13 +78,21 @@ class Notices(threading.Thread):
             self._ask = None  # It would say the same each time.
         return notice
 
-    def close(self) -> None:
-        """Ends the thread, and handles SIGTERM as before. May be called twice."""
+    def close(self, *, is_ending: bool = False) -> None:
+        """Ends the thread, and handles SIGTERM as before. May be called twice.
+
+        Args:
+          is_ending: whether this process ends now, with an exit code that another SIGTERM must not change.
+        """
         if self.is_alive():
-            if signal.getsignal(signal.SIGTERM) == self._note:
-                signal.signal(signal.SIGTERM, self._before)
+            is_main = threading.current_thread() is threading.main_thread()
+            if is_main and signal.getsignal(signal.SIGTERM) == self._note:
+                signal.signal(signal.SIGTERM, _ignore if is_ending else self._before)
             os.write(self._write, _STOP)
             self.join()
+            if is_ending:
+                # At its end, Python removes its own handlers.
+                atexit.register(signal.signal, signal.SIGTERM, signal.SIG_IGN)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         with suppress(OSError):
@@ -92,3 +101,7 @@ class Notices(threading.Thread):
         earlier = getattr(self._before, "__self__", None)
         if isinstance(earlier, Notices):
             earlier._note(number, frame)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """Handles a signal. Programs that this process starts do not inherit it, other than SIG_IGN."""

@@ -41,6 +41,7 @@ from phalanx.errors import (
     ClusterTypeError,
     ContextError,
     MissingDependencyError,
+    PeerLostError,
     StartupError,
     arguments,
     shown,
@@ -414,6 +415,7 @@ class Server:
 
         Raises:
           StartupError: the chief did not appear, or it rejected this task.
+          PeerLostError: the chief was killed, or its machine was lost.
         """
         load_ray()
         tasks = [Task(job, index) for job in self._spec.jobs for index in self._spec.task_indices(job)]
@@ -434,10 +436,16 @@ class Server:
                     node = self._start(place.ray, token, processes.marked)
                     try:
                         if self._stay(chief, node, is_last=not tries_left):
-                            return
+                            break
                     finally:
                         _end(node)
                         processes.marked.end()
+                if not chief.has_said_so:
+                    raise PeerLostError(
+                        f"Server({self._task}).join()",
+                        f"the chief, {self._chief}, ended without closing its strategy: it was killed, or its machine was lost.",
+                        "start this task again, as phalanx run --max-restarts does, if the chief starts again",
+                    )
         finally:
             processes.close(_GRACE_S)
 
