@@ -31,6 +31,9 @@ class ChiefEnds(Message):
     """The chief closes its strategy. Its machine was not lost, and nobody killed it."""
 
 
+_OF_CHIEF: tuple[type[Message], ...] = (MeetingPlace, ChiefEnds)
+
+
 @final
 class Door:
     """Admits the members of a cluster that know its secret, until it is closed.
@@ -167,7 +170,7 @@ class Entrance:
 
     def _hear(self) -> bool:
         """Notes what the chief says. Returns whether it may say more."""
-        messages, is_open = self._connection.hear([MeetingPlace, ChiefEnds])
+        messages, is_open = self._connection.hear(_OF_CHIEF)
         for message in messages:
             if isinstance(message, MeetingPlace):
                 self.message = message
