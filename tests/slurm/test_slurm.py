@@ -14,15 +14,15 @@ with strategy.scope():
     model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
 x = np.random.RandomState(0).rand(64, 4)
+first = []  # No attribute of the callback, because a backup restores those.
 class Slow(keras.callbacks.Callback):
-    first = None
     def on_train_batch_end(self, batch, logs=None):
         time.sleep(0.1)
         step = int(self.model.optimizer.iterations.numpy())
-        if self.first is None:
-            self.first = step
+        if not first:
+            first.append(step)
             print("FIRST", rank, step, flush=True)
-        if step == self.first + 20:
+        if step == first[0] + 20:
             print("TRAINS", rank, flush=True)
 backup = phalanx.keras.BackupAndRestore("backup", save_freq=10, save_before_preemption=True)
 try:
