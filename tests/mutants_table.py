@@ -749,6 +749,20 @@ FAULTS = [
     ),
     # tracing
     Fault(
+        "a loss of all rows counts them once per replica",
+        "access:VariableScope._combined",
+        "entry.policy.combine is Combine.FIRST or context.current().whole",
+        "entry.policy.combine is Combine.FIRST",
+        "unit/keras/test_steps.py",
+    ),
+    Fault(
+        "an increment without rows adds the old value",
+        "access:VariableScope.add_delta",
+        "jnp.zeros_like(delta)",
+        "entry.value",
+        "unit/strategies/test_base.py",
+    ),
+    Fault(
         "a mask that a loss makes is forgotten",
         "rows:_reduce_losses",
         'original(jnp.ones_like(values), weight, mask, "sum", dtype)',

@@ -342,6 +342,36 @@ def test_means_of_ones_own(count):
     same_fit(replicas(count), compiled(Own), X[:100], Y[:100])
 
 
+class Counting(Base):
+    """Its loss needs all rows, and counts them in variables of every kind."""
+
+    def __init__(self):
+        super().__init__()
+        counts = [
+            ("auto", "sum"),
+            ("auto", "mean"),
+            ("auto", "only_first_replica"),
+            ("on_read", "sum"),
+            ("on_read", "mean"),
+        ]
+        self.counts = [
+            keras.Variable(0.0, trainable=False, synchronization=s, aggregation=a) for s, a in counts for _ in range(2)
+        ]
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        for added, assigned in zip(self.counts[::2], self.counts[1::2], strict=True):
+            added.assign_add(ops.sum(x))
+            assigned.assign(assigned + ops.sum(x))
+        return ops.mean(ops.square(y_pred)) + ops.mean(ops.std(y_pred, axis=0))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_loss_of_all_rows_counts_them_once(count):
+    """Each replica computes it, and the sum over the replicas of what it adds would be twice as large."""
+    ours, theirs = same_fit(replicas(count), compiled(Counting), X[:100], Y[:100])
+    same(*([float(v) for v in model.counts] for model in (ours, theirs)))
+
+
 @pytest.mark.filterwarnings("ignore:the operations of a step that is executed eagerly")
 def test_loss_of_other_rows_than_those_of_the_batch(strategy):
     """The loss of concatenated rows is that of one device, unless the step is not compiled: then it has padding."""

@@ -109,10 +109,12 @@ def test_nan_loss_is_nan_and_nothing_else(strategy):
     """A batch without rows trains nothing. A row that overflows makes the loss NaN; the other variables stay finite."""
     with strategy.scope():
         v, steps = keras.Variable(1.0), keras.Variable(0, dtype="int32", aggregation="sum", trainable=False)
+        batches = keras.Variable(3.0, aggregation="mean", trainable=False)
         optimizer = keras.optimizers.SGD(0.1)
 
     def step(x):
         steps.assign_add(1)
+        batches.assign_add(1)
         with phalanx.GradientTape() as tape:
             loss = phalanx.nn.compute_average_loss(v * x)
         optimizer.apply(tape.gradient(loss, [v]), [v])
@@ -121,7 +123,7 @@ def test_nan_loss_is_nan_and_nothing_else(strategy):
     rows = [np.zeros((0,), "float32"), np.float32([1, np.nan, 3, 4])]
     none, batch = strategy.experimental_distribute_dataset(rows)
     assert float(strategy.reduce("SUM", strategy.run(step, args=(none,)), axis=None)) == 0
-    assert v.numpy() == 1
+    assert (v.numpy(), batches.numpy()) == (1, 3)
     loss = strategy.run(step, args=(batch,))
     assert [bool(np.isnan(x)) for x in loss.values] == [True, False]
     assert np.isnan(strategy.reduce("SUM", loss, axis=None))

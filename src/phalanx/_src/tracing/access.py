@@ -131,7 +131,7 @@ class VariableScope(compat.AbstractLiftScope):
     def add_update(self, update: tuple[Variable, Any]) -> None:
         variable, value = update
         entry = self._writable(variable)
-        value = self._combined(entry, value)
+        value = self._combined(entry, value, entry.value)
         # A moving average is sent to parameter servers as an increment, so that workers do not overwrite each other.
         if id(variable) in self._averages:
             entry.add(value, value - entry.value)
@@ -152,7 +152,7 @@ class VariableScope(compat.AbstractLiftScope):
                 "the increment does not broadcast to the shape of the variable.",
                 f"use an increment of shape {tuple(variable.shape)}",
             )
-        delta = self._combined(entry, delta)
+        delta = self._combined(entry, delta, jnp.zeros_like(delta))
         # Add or subtract directly, as hand-written code does. XLA removes the increment if the program does not return it.
         entry.add(*((entry.value - delta, -delta) if negative else (entry.value + delta, delta)))
         self._follow(entry)
@@ -211,8 +211,8 @@ class VariableScope(compat.AbstractLiftScope):
         self.inner_traces.values_change()
         return entry
 
-    def _combined(self, entry: Entry, value: jax.Array) -> jax.Array:
-        """Returns `value`, or an increment, as the policy table combines it over the replicas."""
+    def _combined(self, entry: Entry, value: jax.Array, unchanged: jax.Array) -> jax.Array:
+        """Returns a value, or an increment, as the policy table combines it over the replicas. `unchanged` is the one that changes nothing."""
         if self.mapped and context.in_cross_replica_context():
             # A merge function may have closed over a value that differs between replicas. The value of replica 0 is used, so
             # that the variable stays equal on all of them.
@@ -228,10 +228,13 @@ class VariableScope(compat.AbstractLiftScope):
             return equality.marked(value, description)
         if entry.policy.write is Write.AT_BOUNDARY:
             entry.diverged = True
+            if context.current().whole and entry.policy.combine is Combine.SUM:
+                # All replicas have computed this from the same rows, which count once.
+                return jnp.where(lax.axis_index(REPLICA_AXIS) == 0, value, unchanged)
             rows = context.require_replica().rows if entry.policy.on_demand else None
             # A mean over no rows is none: a replica without real rows keeps its value.
-            return value if rows is None else rows.with_rows(value, entry.value)
-        if entry.policy.combine is Combine.FIRST:
+            return value if rows is None else rows.with_rows(value, unchanged)
+        if entry.policy.combine is Combine.FIRST or context.current().whole:
             return primitives.broadcast(value, count)
         replica = context.require_replica()
         if entry.policy.combine is Combine.SUM:
@@ -243,7 +246,7 @@ class VariableScope(compat.AbstractLiftScope):
         else:
             mean = replica.all_reduce(ReduceOp.MEAN, value)
         # A batch without a single real row changes nothing.
-        return mean if replica.rows is None or replica.rows.total else entry.value
+        return mean if replica.rows is None or replica.rows.total else unchanged
 
     @property
     @override
