@@ -115,7 +115,7 @@ def wait_until(is_so, output):
 
 
 RANK = """
-import json, os, signal, sys, time
+import json, os, re, signal, sys, time
 config = json.loads(os.environ["TF_CONFIG"])
 rank = config["task"]["index"]
 """
@@ -123,9 +123,12 @@ rank = config["task"]["index"]
 
 def test_output_exit_code_and_restarts(phalanx_run, output):
     """Lines are marked, the launcher has the code of the worker that failed first, and all start again with new ports."""
-    script = (
-        RANK
-        + "print(config['cluster']['worker'], os.environ['EPOCHS'], os.environ['PHALANX_RESTART'])\nsys.exit(3 * rank)"
+    script = RANK + (
+        "restart = os.environ['PHALANX_RESTART']\n"
+        "print(config['cluster']['worker'], os.environ['EPOCHS'], restart, flush=True)\n"
+        # The other one would be ended before it has printed.
+        "while rank and not re.search(rf'^\\[worker 0\\] .* 7 {restart}$', open('output').read(), re.M): time.sleep(0.05)\n"
+        "sys.exit(3 * rank)"
     )
     process = phalanx_run(script, "--workers", "2", "--max-restarts", "1", EPOCHS="7")
     assert process.wait(DEADLINE_S) == 3, output()
