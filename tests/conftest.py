@@ -267,6 +267,9 @@ def clean_slate():
     assert context.depth() == 0, "the test left a scope open"
     assert _environment() == environment, "the test changed the environment"
     left = [t for t in threading.enumerate() if t not in threads and not t.daemon]
+    for thread in left:
+        thread.join(10.0)  # It may be at its end.
+    left = [t for t in left if t.is_alive()]
     assert not left, f"the test left threads running: {left}"
 
 

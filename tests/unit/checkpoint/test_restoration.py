@@ -1,6 +1,8 @@
 """Which object receives which value."""
 
 import gc
+import os
+import signal
 import weakref
 
 import jax
@@ -338,3 +340,105 @@ def test_damaged_array_leaves_everything_as_it_was(tmp_path):
     with pytest.raises(CheckpointError, match="the file is damaged: b is not what was saved"):
         checkpoint.read(path)
     assert (a.sum(), b.sum(), checkpoint.n) == (0, 0, 0)
+
+
+def test_interrupted_restore_is_whole(tmp_path):
+    """Ctrl-C between two variables waits for the others; an object that is interrupted, for those before it."""
+
+    class Interrupting(Checkpoint):
+        def __setattr__(self, name, value):
+            super().__setattr__(name, value)
+            if name == "b" and value == 1:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    path = Checkpoint(a=keras.Variable(1.0), b=1, c=keras.Variable(1.0)).write(tmp_path / "a")
+    checkpoint = Interrupting(a=keras.Variable(0.0), b=0, c=keras.Variable(0.0))
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.read(path)
+    assert (float(checkpoint.a), checkpoint.b, float(checkpoint.c)) == (1, 1, 1)
+
+    class Interrupted(Stateful):
+        def set_state(self, state):
+            raise KeyboardInterrupt
+
+    path = Checkpoint(a=Stateful(1), b=Stateful(1)).write(tmp_path / "b")
+    checkpoint = Checkpoint(a=Stateful(0), b=Interrupted(0))
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.read(path)
+    assert (checkpoint.a.state, checkpoint.b.state) == (0, 0)
+
+
+RESULT = jnp.float32(0.25)
+DRIFTS = {
+    "a result for a number": (float("inf"), RESULT, 0.25),
+    "bfloat16": (0.0, jnp.bfloat16(0.5), 0.5),
+    "a NumPy number": (0, np.int64(5), 5),
+    "a number for a result": (RESULT, 0.5, jnp.float32(0.5)),
+    "for nothing": (None, RESULT, 0.25),
+    "a list of results": ([], [0.5, RESULT], [0.5, 0.25]),
+    "a longer list": ([1.0], [RESULT, 3], [0.25, 3]),
+}
+
+
+@pytest.mark.parametrize("name", DRIFTS)
+def test_numbers_and_results_of_steps(tmp_path, name):
+    """A program begins with a number, and saves what `reduce` has returned, or the reverse."""
+    begin, saved, expected = DRIFTS[name]
+    path = Checkpoint(best=saved, step=7).write(tmp_path / "a")
+    checkpoint = Checkpoint(best=begin, step=0)
+    checkpoint.read(path).assert_consumed()
+    assert checkpoint.best == expected
+    assert type(checkpoint.best) is type(expected)
+    assert checkpoint.step == 7
+
+
+OTHERS = {
+    "an array for a number": (0.0, np.ones(2), "of type float, and an array"),
+    "an array for a list": ([0.0], np.ones(2), "of type list, and an array"),
+    "a list for an array": (np.ones(2), [1, 2], "it is an array, and a value of another type"),
+    "text for a result": (RESULT, "text", "it is an array, and a value of another type"),
+    "a number that does not fit": (RESULT, 0.1, "would become"),
+    "numbers for results": ([RESULT, 1], [1, 2], "best has arrays in this program, and none in the checkpoint"),
+    "a number for a variable": (keras.Variable(0.0), 1.0, "is a variable, and a value of another type"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_kinds_are_refused(tmp_path, name):
+    """Nothing is left out without a word."""
+    begin, saved, problem = OTHERS[name]
+    path = Checkpoint(best=saved, step=7).write(tmp_path / "a")
+    checkpoint = Checkpoint(best=begin, step=0)
+    with pytest.raises(CheckpointMismatchError, match=problem):
+        checkpoint.read(path)
+    assert checkpoint.step == 0
+
+
+def test_quantized_weights_are_no_floats(tmp_path):
+    """Their codes without the scale are other numbers."""
+    models = [keras.Sequential([keras.Input((8,)), layers.Dense(8)]) for _ in range(2)]
+    models[0].layers[0].quantize("int8")
+    path = Checkpoint(model=models[0]).write(tmp_path / "a")
+    with pytest.raises(CheckpointMismatchError, match="has the dtype float32, and is quantized in the checkpoint"):
+        Checkpoint(model=models[1]).read(path)
+
+
+def test_replaced_model_begins_as_it_is(tmp_path):
+    """The values belong to the model before it, and models elsewhere hear nothing of it."""
+    path = Checkpoint(model=dense(), more=keras.Variable(1.0)).write(tmp_path / "a")
+    checkpoint, other = Checkpoint(model=dense()), dense()
+    checkpoint.read(path).expect_partial()
+    before = other.kernel.numpy()
+    checkpoint.model = other
+    dense()
+    assert (other.kernel.numpy() == before).all()
+    checkpoint.more = keras.Variable(0.0)
+    assert float(checkpoint.more) == 1
+
+
+def test_rows_of_replicas_are_no_arrays(tmp_path):
+    """The array of unequal rows has padding. Equal rows are an array."""
+    strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+    (batch,) = strategy.experimental_distribute_dataset(X[:3], batch_size=3)
+    with pytest.raises(CheckpointError, match="an object of type PerReplica cannot be saved.*\nHINT: .*gather"):
+        Checkpoint(b=batch).write(tmp_path / "a")

@@ -1,5 +1,7 @@
 """Sums that notice what has changed on a disk."""
 
+import itertools
+
 import numpy as np
 import pytest
 
@@ -24,6 +26,20 @@ def test_changed_bits_and_orders_are_noticed(size):
             changed[:length], changed[length : 2 * length] = array[length : 2 * length], array[:length]
             assert sums.of_array(changed) != whole
     assert sums.of_array(array[:-1]) != whole
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+def test_changes_do_not_cancel(dtype):
+    """Two bits each, signs among them, and two numbers that change places, of which one is the negative of the other."""
+    values = np.random.default_rng(0).normal(size=6).astype(dtype)
+    values[1], values[4] = -values[0], -values[3]
+    whole, bits = sums.of_array(values), 8 * values.nbytes
+    for one, other in itertools.combinations(range(bits), 2):
+        changed = np.unpackbits(values.view(np.uint8))
+        changed[[one, other]] ^= 1
+        assert sums.of_array(np.packbits(changed)) != whole
+    for order in itertools.permutations(range(6)):
+        assert order == tuple(range(6)) or sums.of_array(values[list(order)]) != whole
 
 
 def test_sum_of_the_format_before_has_no_order():

@@ -11,7 +11,7 @@ import pytest
 import phalanx
 from phalanx import Mirrored, PerReplica
 from phalanx._src.mesh.values import ComponentSizes, ReplicaLocal, is_distributed, map_leaves
-from phalanx.errors import ContextError
+from phalanx.errors import ContextError, InvalidArgumentError
 
 
 @pytest.fixture
@@ -157,6 +157,17 @@ def test_mirrored_is_an_array():
     for other in ({"w": 1}, [1, 2], None, "text", object()):
         with pytest.raises(ContextError, match=r"a Mirrored \w+ used as an array: .*\nHINT: mirrored.value"):
             _ = Mirrored(other) + 1
+
+
+def test_shapes_of_components_have_a_text(value):
+    """`jax.eval_shape` returns them."""
+    assert repr(jax.eval_shape(lambda v: v, value)) == "PerReplica(ShapeDtypeStruct(shape=(2, 2), dtype=float32))"
+
+
+def test_values_without_any_components(strategy, value):
+    """A function may take all of them together."""
+    with pytest.raises(InvalidArgumentError, match="a PerReplica of 0 components"):
+        strategy.run(lambda x: x, args=(jax.tree.map(jnp.sum, value),))
 
 
 def test_mirrored_value_has_a_component_per_device(strategy):

@@ -62,12 +62,14 @@ def test_a_value_that_leaks(strategy, how, tmp_path):
     assert f"leaking_step at {__file__}" in str(caught.value)
     with strategy.scope():
         v = keras.Variable(0, dtype="int32")
+    w = keras.Variable(0, dtype="int32")
     uses = {
         "argument": lambda: strategy.run(lambda x: x, args=(leaked[-1],)),
         "function": lambda: phalanx.function(lambda x: x)(leaked[-1]),
         "reduce": lambda: strategy.reduce("SUM", leaked[-1], axis=None),
         "gather": lambda: strategy.gather(leaked[-1], axis=0),
         "assign": lambda: v.assign(leaked[-1]),
+        "assign outside all scopes": lambda: w.assign(leaked[-1]),
         "assign_add": lambda: v.assign_add(leaked[-1]),
         "assign_sub": lambda: v.assign_sub(leaked[-1]),
         "scalar": lambda: phalanx.summary.scalar("x", leaked[-1], step=1),

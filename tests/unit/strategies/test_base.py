@@ -92,6 +92,34 @@ def test_mirrored_argument_of_objects(strategy):
         strategy.reduce("MEAN", Mirrored("text"), axis=None)
 
 
+@pytest.mark.parametrize(
+    "make", [lambda: phalanx.OneDeviceStrategy("cpu:0"), lambda: phalanx.MirroredStrategy(["cpu:0", "cpu:1"])]
+)
+def test_returned_variables_are_their_values(make):
+    """Those of the moment: later steps change the variables."""
+    strategy = make()
+    with strategy.scope():
+        n = keras.Variable(0.0, aggregation="mean", trainable=False)
+        own = keras.Variable(0.0, aggregation="sum", synchronization="on_read", trainable=False)
+
+    def step(x=None):
+        n.assign_add(1.0)
+        own.assign_add(1.0)
+        return {"n": n, "own": own, "shared": Mirrored((n, "name"))}
+
+    results = [strategy.run(step) for _ in range(3)]
+    assert [float(r["n"]) for r in results] == [1, 2, 3]
+    assert [float(r["shared"].value[0]) for r in results] == [1, 2, 3]
+    assert [[float(x) for x in strategy.experimental_local_results(r["own"])][0] for r in results] == [1, 2, 3]
+    assert float(phalanx.function(lambda: (step(), n)[1])()) == 4
+    data = iter(strategy.experimental_distribute_dataset(np.ones(8, "float32"), batch_size=4))
+    assert np.asarray(strategy.run_steps(step, data, 2)["n"]).tolist() == [5, 6]
+    before = strategy.gather(n, axis=0)
+    n.assign(0.0)
+    assert float(before) == 6
+    assert float(strategy.run(lambda v: v, args=(n,))) == 0
+
+
 def test_run_in_replica_context(strategy):
     with pytest.raises(ContextError, match="Strategy.run was called in replica context"):
         strategy.run(lambda: strategy.run(lambda: 1))

@@ -20,6 +20,7 @@ from phalanx._src import compat
 from phalanx._src.checkpoint import text
 from phalanx._src.checkpoint.objects import part_of, refuse_object
 from phalanx._src.compat import Variable
+from phalanx._src.mesh.values import PerReplica
 from phalanx._src.programs.identity import IdentityMap
 from phalanx.errors import CheckpointError
 from phalanx.typing import PyTree
@@ -159,8 +160,8 @@ class NamedValue(NamedTuple):
 class Hears(Protocol):
     """Something that waits for new parts of objects."""
 
-    def hear(self, owner: Any) -> None:
-        """Called with an object that has new parts."""
+    def hear(self, owner: Any, new: object = None) -> None:
+        """Called with an object that has new parts, and with the Keras object that has replaced one of its parts, or None."""
 
 
 OPEN: list[Hears] = []
@@ -173,11 +174,12 @@ class Holder:
     _root: Any = None
 
     def __setattr__(self, name: str, value: Any) -> None:
+        is_replaced = vars(self).get(name, value) is not value and is_owner(value)
         super().__setattr__(name, value)
         # A checkpoint that was restored before may contain the new attribute.
         # A copy, because `hear` removes a restoration that is complete.
         for restoration in list(OPEN):
-            restoration.hear(self)
+            restoration.hear(self, value if is_replaced else None)
 
     def _names(self) -> list[str]:
         """Returns the names of the attributes."""
@@ -361,6 +363,8 @@ def _children(value: Any, met: set[int], naming: Naming) -> _Children | None:
         make = None if fields is None else type(value)
         return (list(fields or naming.items(value)), list(value), lambda items: make(*items) if make else tuple(items))
     is_leaf = is_owner(value) or isinstance(value, Variable) or part_of(value) is not None
+    # The array of a `PerReplica` with unequal rows has padding, whose place it does not tell.
+    is_leaf |= isinstance(value, PerReplica) and value.rows is not None
     if is_leaf or jax.tree_util.all_leaves([value]):
         return None
     # One level only, because a child may be an object that has its own name, such as a Keras variable.

@@ -22,10 +22,12 @@ from phalanx._src.checkpoint.store import CheckpointFile
 from phalanx._src.compat import Variable
 from phalanx._src.mesh.arrays import put_shards, spans_processes
 from phalanx._src.mesh.topology import Topology
+from phalanx._src.mesh.values import PerReplica
 from phalanx._src.programs.slots import components_of
 from phalanx._src.programs.values import keep_components, to_host
 from phalanx._src.tracing.policy import policy_of
 from phalanx.errors import CheckpointError
+from phalanx.typing import PyTree
 
 REPLICAS = "@replicas"
 """Suffix of the array with the replicas' own values of an on-read variable."""
@@ -136,6 +138,8 @@ class VariablePart(Part):
     @override
     def find(self, path: str, stored: CheckpointFile) -> set[str]:
         if path not in stored.names:
+            if path in stored.notes["values"]:
+                raise ValueError(f"{self.variable.path!r} is a variable, and a value of another type in the checkpoint")
             return set()
         (shape, dtype), variable_dtype = stored.spec(path), np.dtype(compat.dtype_of(self.variable))
         if shape != tuple(self.variable.shape):
@@ -145,6 +149,10 @@ class VariablePart(Part):
         # A dtype of a lower kind is refused whatever the values are. For other dtypes, `read` compares each value.
         if dtype != variable_dtype and _kind(dtype) > _kind(variable_dtype):
             raise ValueError(f"{self.variable.path!r} has the dtype {variable_dtype}, and {dtype} in the checkpoint")
+        if _kind(dtype) < _kind(variable_dtype) and f"{path}_scale" in stored.names:
+            raise ValueError(
+                f"{self.variable.path!r} has the dtype {variable_dtype}, and is quantized in the checkpoint"
+            )
         return {path, path + REPLICAS} & stored.names
 
     @override
@@ -183,7 +191,10 @@ class ArrayPart(Part):
     @override
     def find(self, path: str, stored: CheckpointFile) -> set[str]:
         if path not in stored.names:
-            return set()
+            value = stored.notes["values"].get(path)
+            if path in stored.notes["values"] and (np.shape(self.array) or not isinstance(value, _NUMBERS)):
+                raise ValueError("it is an array, and a value of another type in the checkpoint")
+            return {path} & set(stored.notes["values"])
         (shape, dtype), kind = stored.spec(path), text.kind_of_keys(stored.notes["values"].get(path))
         ours = str(jax.random.key_impl(self.array)) if text.is_key(self.array) else None
         if kind != ours:
@@ -198,7 +209,8 @@ class ArrayPart(Part):
     @override
     def read(self, path: str, stored: CheckpointFile) -> Any:
         if path in stored.notes["values"]:
-            return stored.value(path)
+            value = stored.value(path)
+            return value if path in stored.names else exactly(np.asarray(value), self.array.dtype)  # Of random keys.
         if spans_processes(self.array):
             return _placed(path, stored, self.array.dtype, self.array.shape, self.array.sharding)
         return exactly(stored.array(path), self.array.dtype)
@@ -232,7 +244,11 @@ def _keys(kind: str | None) -> str:
 
 @final
 class PlainPart(Part):
-    """Numbers, text, and containers of these. Lists and dicts are restored in place, whatever their current length."""
+    """Numbers, text, and containers of these. Lists and dicts are restored in place, whatever their current length.
+
+    The checkpoint may have an array for a number, and arrays among the items of a list, because a program that saves replaces what
+    it began with by results of steps.
+    """
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -248,11 +264,26 @@ class PlainPart(Part):
             raise ValueError(
                 f"it is a value of type {type(self.value).__name__}, and the state of an object in the checkpoint"
             )
-        return {path} & set(stored.notes["values"])
+        if path in stored.notes["values"]:
+            return {path}
+        if path in stored.names:
+            is_number = isinstance(self.value, _NUMBERS) and not stored.spec(path)[0]
+            if self.value is not None and not is_number:
+                raise ValueError(f"it is a value of type {type(self.value).__name__}, and an array in the checkpoint")
+            return {path}
+        return set(self._items(path, stored))
 
     @override
     def read(self, path: str, stored: CheckpointFile) -> Any:
-        return stored.value(path)
+        if items := self._items(path, stored):
+            return [_value_of(item, stored) for item in items]
+        return _value_of(path, stored)
+
+    def _items(self, path: str, stored: CheckpointFile) -> list[str]:
+        """Returns the names of the items of a list that has arrays in the checkpoint; an empty list for anything else."""
+        below = {name for name in {*stored.names, *stored.notes["values"]} if name.startswith(f"{path}/")}
+        items = [f"{path}/{i}" for i in range(len(below))]
+        return items if isinstance(self.value, list) and below == {*items} else []
 
     @override
     def put(self, value: Any) -> tuple[bool, Any]:
@@ -264,6 +295,17 @@ class PlainPart(Part):
             self.value.update(value)
             return True, self.value
         return True, value
+
+
+_NUMBERS = (bool, int, float, complex)
+
+
+def _value_of(path: str, stored: CheckpointFile) -> PyTree:
+    """Returns a value in a checkpoint, of an array without dims the number."""
+    if path in stored.notes["values"]:
+        return stored.value(path)
+    array = stored.array(path)
+    return array if array.ndim else _converted(array, array.dtype if array.dtype.kind != "V" else np.float32).item()
 
 
 @final
@@ -381,6 +423,8 @@ def refuse_object(path: str, value: object, cause: Exception | None = None) -> C
     """Returns the error for an object that cannot be saved."""
     hint = "give it the methods get_state() and set_state(state), or pass the arrays, numbers and Keras objects that it consists of"
     why = f": {cause}" if cause is not None else ""
+    if isinstance(value, PerReplica):
+        hint = "strategy.gather(value, axis=0), which has the rows of all replicas"
     if callable(getattr(value, "get_state", None)):
         hint = "get_state() that returns arrays, numbers, text, and lists and dicts of these"
     if isinstance(cause, RecursionError):

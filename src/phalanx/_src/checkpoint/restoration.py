@@ -19,6 +19,7 @@ from phalanx._src.checkpoint.slots import StoredSlots
 from phalanx._src.checkpoint.store import CheckpointFile
 from phalanx._src.compat import Variable
 from phalanx._src.programs.identity import IdentityMap
+from phalanx._src.programs.interrupts import deferred
 from phalanx.errors import CheckpointMismatchError, InputError, PhalanxError
 
 
@@ -48,7 +49,7 @@ class Restoration:
 
     def __init__(self, objects: Holder, stored: CheckpointFile, without: object | None = None) -> None:
         self._objects, self.stored = weakref.ref(objects), stored
-        self._without = None if without is None else weakref.ref(without)
+        self._left_out = [] if without is None else [weakref.ref(without)]
         self._contents = {name.removesuffix(REPLICAS) for name in stored.names} | set(stored.notes["values"])
         # Arrays in the state of an object are read with the state.
         self._contents -= {name for name in self._contents if "#" in name}
@@ -111,6 +112,8 @@ class Restoration:
                     part.read(path, self.stored)
                     matches.append(_Match(part, path, names, entry.replace))
                 else:
+                    whole = _folders([path]) & self._contents
+                    problems += [f"{folder} has arrays in this program, and none in the checkpoint" for folder in whole]
                     lacking.append(entry)
             except ValueError as e:
                 problems.append(f"{path}: {e}")
@@ -222,15 +225,16 @@ class Restoration:
                 self._put(match)
         except BaseException:
             for function in reversed(undo):
-                with contextlib.suppress(Exception):
+                with contextlib.suppress(BaseException):
                     function()
             self._used -= {m.path for m in states}.union(*(m.names for m in states))
             raise
         else:
-            # Last, because none of these refuses a value that the plan has read.
-            for match in matches:
-                if not isinstance(match.part, StatePart):
-                    self._put(match)
+            # Last, because none of these refuses a value that the plan has read. Ctrl-C would leave half of them.
+            with deferred():
+                for match in matches:
+                    if not isinstance(match.part, StatePart):
+                        self._put(match)
         finally:
             self._is_busy = False
 
@@ -259,11 +263,13 @@ class Restoration:
         """Restores what became possible since the last call."""
         self._carry_out(self._match(self._places.items()))
 
-    def hear(self, owner: Any) -> None:
-        """Restores the new variables of a Keras object."""
+    def hear(self, owner: Any, new: object = None) -> None:
+        """Restores the new variables of a Keras object. See `Hears`."""
         if self._is_busy:
             return
         place = self._places.get(owner)
+        if new is not None and place is not None:
+            self._left_out.append(weakref.ref(new))  # The values belong to the object before it.
         try:
             # An object without a place may be a new part of a known one, for example a layer that a model has made in `build`.
             self._carry_out(self._match(self._places.items() if place is None else [(owner, place)]))
@@ -316,7 +322,7 @@ class Restoration:
         return names.below(start, enter)
 
     def _is_left_out(self, owner: object) -> bool:
-        return self._without is not None and owner is self._without()
+        return any(owner is left_out() for left_out in self._left_out)
 
     @property
     def matched(self) -> bool:

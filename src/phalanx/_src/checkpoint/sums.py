@@ -6,6 +6,8 @@ import functools
 import numpy as np
 
 _WORDS = 1 << 14
+_BLOCKS = 16
+"""Blocks that are mixed at once, in memory that stays in the cache."""
 
 
 @functools.cache
@@ -18,7 +20,7 @@ def _weights() -> np.ndarray:
 def of_array(array: np.ndarray) -> int:
     """Returns a number of 64 bits that changes if a bit or the order of the words of an array changes.
 
-    CRC-32 would do as well, but zlib computes 0.5 GB/s of it on a machine on which this sum has 2 GB/s.
+    CRC-32 would do as well, but zlib computes 0.5 to 2.4 GB/s of it on machines on which this sum has 2 to 3 GB/s.
     """
     flat = array.reshape(-1).view(np.uint8)
     end = flat.size // 8 * 8
@@ -30,12 +32,21 @@ def of_array(array: np.ndarray) -> int:
 def _of_words(words: np.ndarray) -> int:
     """Returns the sum of the words times the weights of their places. The sums of many blocks are words, and are summed in the same way."""
     while words.size > 1:
+        blocks = words[: words.size // _WORDS * _WORDS].reshape(-1, _WORDS)
+        rest = words[blocks.size :]
         # NumPy's products of uint64 wrap at 2**64.
-        blocks = words[: words.size // _WORDS * _WORDS].reshape(-1, _WORDS) @ _weights()
-        rest = words[blocks.size * _WORDS :]
-        last = np.dot(rest, _weights()[: rest.size])
-        words = np.append(blocks, last)
+        of_blocks = [_mixed(blocks[i : i + _BLOCKS]) @ _weights() for i in range(0, len(blocks), _BLOCKS)]
+        words = np.concatenate([*of_blocks, [np.dot(_mixed(rest), _weights()[: rest.size])]], dtype=np.uint64)
     return int(words[0]) if words.size else 0
+
+
+def _mixed(words: np.ndarray) -> np.ndarray:
+    """Returns words in which the upper bits are in the lower ones too, or two changes of the highest bit would cancel each other.
+
+    They move by a number of places that exchanges no sign bits of floating-point numbers.
+    """
+    mixed: np.ndarray = words ^ (words >> np.uint64(29))
+    return mixed
 
 
 def of_bytes(array: np.ndarray) -> int:

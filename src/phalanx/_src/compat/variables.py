@@ -426,7 +426,10 @@ def _require_numbers(variable: Variable, value: object) -> None:
 
     Raises:
       TypeError: `value` is one of these.
+      TraceError: `value` was kept from another step. Keras would store it.
     """
+    if lift_scope() is None:
+        require_live(value)
     kind = getattr(getattr(value, "dtype", None), "kind", "")
     if kind and kind in "mM":
         raise TypeError("dates are not numbers.")
@@ -449,10 +452,7 @@ def _explain_refusal(variable: Variable, method: str, value: object, error: Exce
 
     Raises:
       VariableError: `value` is not an array of numbers that fits the shape of the variable.
-      TraceError: `value` was kept from another step.
     """
-    if lift_scope() is None:
-        require_live(value)
     is_of_strategy = lift_scope() is not None or layout_of(variable) is not None or maker_of(variable) is not None
     is_explained = isinstance(error, (PhalanxError, jax.errors.JAXTypeError, jax.errors.UnexpectedTracerError))
     is_alive = isinstance(value, jax.Array) and (isinstance(value, jax.core.Tracer) or not value.is_deleted())

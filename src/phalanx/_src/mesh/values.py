@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from numpy.typing import DTypeLike
 from typing_extensions import override
 
-from phalanx._src.mesh.arrays import flattened, uncommitted
+from phalanx._src.mesh.arrays import flattened, require_live, uncommitted
 from phalanx._src.typed_jax import shape_dtype
 from phalanx.errors import ContextError, InvalidArgumentError
 from phalanx.typing import PyTree
@@ -203,6 +203,8 @@ class DistributedValues(_ActsAsArray):
         raise NotImplementedError
 
     def __repr__(self) -> str:
+        if isinstance(shapes := getattr(self, "data", None), jax.ShapeDtypeStruct):  # Of jax.eval_shape.
+            return f"{type(self).__name__}({shapes})"
         lines = "".join(f"  {i}: {v!r},\n" for i, v in enumerate(self.values))
         return f"{type(self).__name__}:{{\n{lines}}}"
 
@@ -247,6 +249,7 @@ class PerReplica(DistributedValues):
         if isinstance(self.data, tuple) or not self.num_components:
             return self.data if isinstance(self.data, tuple) else ()
         if isinstance(self.data, jax.core.Tracer):
+            require_live(self.data)
             parts = [self.data[i] for i in range(self.data.shape[0])]
         else:
             parts = _local_components(self.data)
@@ -399,7 +402,7 @@ def check_size(value: PerReplica, num_replicas: int) -> None:
     Raises:
       InvalidArgumentError: the number of components differs from `num_replicas`.
     """
-    size = len(value.data)
+    size = value.num_components
     if size != num_replicas:
         raise InvalidArgumentError(
             f"a PerReplica of {size} components",

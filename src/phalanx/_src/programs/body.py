@@ -19,7 +19,7 @@ from phalanx._src.tracing.boundary import on_demand
 from phalanx._src.tracing.discovery import Discovery, used_differently
 from phalanx._src.tracing.records import Record
 from phalanx._src.tracing.strategy import AbstractStrategy, Updates
-from phalanx._src.tracing.structure import AbstractStream, Arguments, Parts, Structure, require_returnable
+from phalanx._src.tracing.structure import AbstractStream, Arguments, Parts, Structure, require_returnable, with_values
 from phalanx._src.tracing.update_sharding import sharding_of
 from phalanx._src.typed_jax import with_sharding_constraint
 from phalanx.errors import TraceError
@@ -140,7 +140,7 @@ class Body:
         assert self.called is not None
         fn, streams = self.called
         args, kwargs = self._structure.join(inputs, streams)
-        parts = Parts(fn(*args, **kwargs), streams=streams)
+        parts = Parts(with_values(fn(*args, **kwargs)), streams=streams)
         require_returnable(parts)
         return parts
 

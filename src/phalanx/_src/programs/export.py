@@ -13,6 +13,7 @@ import numpy as np
 
 from phalanx._src import compat
 from phalanx._src.compat import Variable, dtype_of
+from phalanx._src.mesh.arrays import require_live
 from phalanx._src.programs.explain import explained
 from phalanx._src.programs.trace import trace_program
 from phalanx._src.tracing.discovery import Discovery
@@ -20,7 +21,7 @@ from phalanx._src.tracing.draws import refuse_draw
 from phalanx._src.tracing.policy import describe
 from phalanx._src.tracing.records import EITHER_WAY, noting_questions, recording_key
 from phalanx._src.tracing.strategy import Update
-from phalanx._src.tracing.structure import Parts, Structure
+from phalanx._src.tracing.structure import Parts, Structure, refuse_outer_trace, with_values
 from phalanx._src.typed_jax import shape_dtype
 from phalanx.errors import MissingDependencyError, TraceError
 from phalanx.typing import PyTree
@@ -87,7 +88,7 @@ def export(
     specs = [shape_dtype(np.shape(x), x.dtype) for x in inputs]
     recording = recording_key()
     with noting_questions() as has_asked:
-        discovery, rows = _traced(lambda inputs: Parts(fn(inputs)), specs)
+        discovery, rows = _traced(lambda inputs: Parts(with_values(fn(inputs))), specs)
         recording = recording if has_asked() else EITHER_WAY
     written = [i for i, w in enumerate(discovery.written) if w]
     is_seed = [any(v is s for s in discovery.seeds) for v in discovery.variables]
@@ -163,6 +164,10 @@ def _traced(
             )
         # A trace with whole tables shows how many rows the step looks up. The next trace has that many.
         rows = looked_up
+    for const in discovery.jaxpr.consts:
+        require_live(const)
+        if isinstance(const, jax.core.Tracer):
+            raise refuse_outer_trace()
     if discovery.draws:
         raise refuse_draw()
     if discovery.has_callback:

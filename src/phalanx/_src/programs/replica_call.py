@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import keras
 import numpy as np
 from jax import lax
 
@@ -15,9 +16,10 @@ from phalanx._src.mesh.values import Mirrored, check_size, differs, flatten, is_
 from phalanx._src.programs import explain, own_rows
 from phalanx._src.tracing import context
 from phalanx._src.tracing.context import Mode, ReplicaContext
+from phalanx._src.tracing.policy import Write, policy_of
 from phalanx._src.tracing.rows import ReplicaRows
 from phalanx._src.tracing.strategy import AbstractStrategy
-from phalanx._src.tracing.structure import Parts, Structure
+from phalanx._src.tracing.structure import Parts, Structure, with_values
 from phalanx._src.typed_jax import shape_dtype
 from phalanx.typing import PyTree
 
@@ -156,7 +158,7 @@ class ReplicaCall:
         args, kwargs = self._tree.unflatten(leaves)
         replica = ReplicaContext(self._strategy, replica_id, self.rows_of(replica_id, gathered))
         with context.enter(Mode(self._strategy, replica)):
-            result = explain.call(self.fn, args, kwargs)
+            result = with_values(explain.call(self.fn, args, kwargs), self._value_of)
         leaves, tree = flatten(result)
         if gathered is not None and gathered.numbers:
             # A replica without rows has traced another number than its own.
@@ -181,6 +183,11 @@ class ReplicaCall:
             for x, size in zip(self.batches, sizes, strict=True)
             if size is not None
         )
+
+    def _value_of(self, variable: keras.Variable) -> PyTree:
+        """Returns the value of a variable that the function returned: one for all replicas, if they hold equal ones in a step."""
+        may_differ = policy_of(variable).write is Write.AT_BOUNDARY or self._strategy.num_replicas_in_sync == 1
+        return variable.value if may_differ else Mirrored(variable.value)
 
     def _fill(self, leaves: list[Any], kind: Callable[[Any], bool], values: Iterable[Any]) -> None:
         places = (i for i, x in enumerate(self._leaves) if kind(x))

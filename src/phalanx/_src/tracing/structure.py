@@ -13,7 +13,7 @@ import keras
 import numpy as np
 
 from phalanx._src.mesh.arrays import as_number, copied, map_named, require_live
-from phalanx._src.mesh.values import ComponentSizes, Mirrored, PerReplica, flatten, is_distributed
+from phalanx._src.mesh.values import ComponentSizes, Mirrored, PerReplica, flatten, is_distributed, map_leaves
 from phalanx._src.runtime.settings import settings
 from phalanx.errors import InputError, TraceError, shown
 from phalanx.typing import PyTree
@@ -228,6 +228,17 @@ def require_alive(args: PyTree, kwargs: PyTree) -> None:
         map_named(as_number, nest, name)
 
 
+def with_values(result: PyTree, value_of: Callable[[keras.Variable], PyTree] = lambda v: v.value) -> PyTree:
+    """Replaces the variables in the result of a step by their present values, because later steps change the variables."""
+
+    def fixed(leaf: PyTree) -> PyTree:
+        if isinstance(leaf, keras.Variable):
+            return value_of(leaf)
+        return Mirrored(with_values(leaf.value)) if isinstance(leaf, Mirrored) else leaf
+
+    return map_leaves(fixed, result)
+
+
 def require_returnable(results: Parts) -> None:
     """Checks that a program can return the results of a step. Call it while the step is traced.
 
@@ -281,6 +292,8 @@ _ARRAY, _EQUAL = _Array(), _PerReplica(None, None)
 
 def _static(leaf: Any) -> _Static:
     """Returns the kind of a leaf that selects the program."""
+    if isinstance(leaf, (set, bytearray)):  # They may change, and have no hash.
+        return _Static(type(leaf), frozenset(leaf) if isinstance(leaf, set) else bytes(leaf), copy.copy(leaf))
     try:
         hash(leaf)
     except Exception:  # Whatever a class of a user raises.

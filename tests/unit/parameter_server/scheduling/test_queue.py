@@ -1,6 +1,7 @@
 """The queue of closures: with real threads, against sequential models; every wait has a deadline."""
 
 import collections
+import operator
 import random
 import signal
 import threading
@@ -88,12 +89,18 @@ CALLS = {
 def test_a_value_is_no_number():
     """Where it is used as one, it says how to get it."""
     outcome = PendingValue()
-    for use in (float, int, np.asarray, jnp.asarray, lambda value: np.add(value, 1)) * 2:
+    uses = (
+        *(float, int, bool, np.asarray, jnp.asarray, jnp.sum, range, operator.neg, "{:.2f}".format),
+        *(lambda value: np.add(value, 1), lambda value: value + 1, lambda value: 1 / value, lambda value: value > 1),
+        lambda value: value["loss"],
+    )
+    for use in uses * 2:
         with pytest.raises(
             InvalidArgumentError, match=r"a RemoteValue was used as .* a number: .*\nHINT: .*value.fetch\(\)"
         ):
             use(outcome)
         outcome.settle(3.0)
+    assert "PendingValue" in f"{outcome}"
 
 
 def test_values_reach_all_who_wait():

@@ -88,7 +88,17 @@ class RemoteValue(ABC):
             "value.fetch()",
         )
 
-    __float__ = __int__ = __array__
+    __float__ = __int__ = __bool__ = __index__ = __complex__ = __getitem__ = __array__
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = __pow__ = __neg__ = (
+        __array__
+    )
+    __lt__ = __le__ = __gt__ = __ge__ = __array__
+
+    __jax_array__ = property(__array__)  # JAX may ask whether it exists, and not call it.
+
+    @override
+    def __format__(self, spec: str) -> str:
+        return self.__array__() if spec else repr(self)
 
 
 @final
