@@ -283,7 +283,9 @@ class PlainPart(Part):
         """Returns the names of the items of a list that has arrays in the checkpoint; an empty list for anything else."""
         below = {name for name in {*stored.names, *stored.notes["values"]} if name.startswith(f"{path}/")}
         items = [f"{path}/{i}" for i in range(len(below))]
-        return items if isinstance(self.value, list) and below == {*items} else []
+        # Variables are restored when they are there.
+        is_list = isinstance(self.value, list) and below == {*items} and not below & set(stored.notes["names"])
+        return items if is_list else []
 
     @override
     def put(self, value: Any) -> tuple[bool, Any]:
