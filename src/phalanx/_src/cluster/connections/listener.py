@@ -32,9 +32,13 @@ _MOST_PENDING = 256
 _AT_ONCE = 32
 _LONGEST_LINE = 1 << 16
 _CONNECT_S = 2.0
-ANSWER_S = 30
-"""Time that another machine may be silent, in seconds. See `expect_answers`."""
-_PROBE_S, _PROBES = 5, 4
+ANSWER_S = 40
+"""Time that another machine may be silent, in seconds. See `expect_answers`.
+
+When a cable is pulled, the last answer may be 10 s old. What remains is not shorter than the silence that the watchdog allows (30 s): a launcher
+must not give up before the processes that it has started do.
+"""
+_PROBE_S, _PROBES = 5, 6
 _FIRST_RETRY_S = 0.005
 RETRY_S = 0.1
 """Time between two attempts to connect, in seconds. It grows to this, because processes that meet again are there at once."""
