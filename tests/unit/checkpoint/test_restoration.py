@@ -442,3 +442,52 @@ def test_rows_of_replicas_are_no_arrays(tmp_path):
     (batch,) = strategy.experimental_distribute_dataset(X[:3], batch_size=3)
     with pytest.raises(CheckpointError, match="an object of type PerReplica cannot be saved.*\nHINT: .*gather"):
         Checkpoint(b=batch).write(tmp_path / "a")
+
+
+def embedding(tie):
+    layer = layers.ReversibleEmbedding(5, 3, tie_weights=tie, name="e")
+    layer.build((None, 2))
+    return layer
+
+
+def lora(rank):
+    layer = layers.Dense(3, name="d")
+    layer.build((None, 3))
+    if rank:
+        layer.enable_lora(rank)
+    return layer
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_layer_with_other_weights_is_refused(tmp_path, saved):
+    """Half of it would begin with random numbers, or be left out. What LoRA adds may come and go."""
+    path = Checkpoint(model=embedding(saved)).write(tmp_path / "a")
+    where = "this program" if saved else "the checkpoint"
+    with pytest.raises(
+        CheckpointMismatchError, match=f"only {where} has model/reverse_embeddings, and both have the layer e"
+    ):
+        Checkpoint(model=embedding(not saved)).read(path)
+    path = Checkpoint(model=lora(2 * saved)).write(tmp_path / "b")
+    Checkpoint(model=lora(2 * (not saved))).read(path).expect_partial()
+
+
+def test_weights_for_another_optimizer(tmp_path):
+    """As the hint says: before the model is compiled."""
+
+    def model(optimizer=None):
+        made = keras.Sequential([keras.Input((3,)), layers.Dense(2)])
+        if optimizer:
+            made.compile(optimizer, "mse")
+            made.optimizer.build(made.trainable_variables)
+        return made
+
+    saved, other = model("adam"), model()
+    path = Checkpoint(model=saved).write(tmp_path / "a")
+    with pytest.raises(CheckpointMismatchError, match="HINT: .*expect_partial.. before model.compile"):
+        Checkpoint(model=model("sgd")).read(path)
+    Checkpoint(model=other).restore(path).expect_partial()
+    other.compile("sgd", "mse")
+    assert (other.layers[0].kernel.numpy() == saved.layers[0].kernel.numpy()).all()
+    other.fit(X, Y, verbose=0)
+    assert float(other.optimizer.iterations) == 1
+    dense()  # Models elsewhere hear nothing of it.

@@ -22,6 +22,9 @@ from phalanx._src.programs.identity import IdentityMap
 from phalanx._src.programs.interrupts import deferred
 from phalanx.errors import CheckpointMismatchError, InputError, PhalanxError
 
+_LORA = "lora_"
+"""The names with which Keras's weights begin that are added to a trained layer."""
+
 
 class _Match(NamedTuple):
     """A part of the program that has a value in the checkpoint."""
@@ -41,6 +44,9 @@ class Restoration:
       objects: the objects.
       stored: the checkpoint.
       without: a Keras object among them that stays as it is, with all that it consists of. None for none.
+
+    Attributes:
+      is_partial: whether a part is meant to be restored only: an optimizer of another class, which the program makes later, is left out.
 
     Raises:
       CheckpointError: the file is damaged.
@@ -63,6 +69,7 @@ class Restoration:
         self._met: set[str] = set()
         """All names in the program, also of objects without variables, and the folders in which they are."""
         self._places[objects] = ""
+        self.is_partial = False
         self._is_busy = False
         self._lacking: list[str] = []
         """The names of the values in the program that the checkpoint did not have when the last plan was made."""
@@ -92,6 +99,8 @@ class Restoration:
             self._met.update(_folders([path]))
             if is_owner(value):
                 problems.append(self._difference(value, path))
+                if self._is_left_out(value):
+                    continue
                 holders.setdefault(path, {})[id(value)] = value
                 continue
             part = part_of(value) if entry.slot is None else self._slots.part(entry, self._places.get(entry.owner))
@@ -124,15 +133,25 @@ class Restoration:
             *self._one_for_several(matches),
             *self._slots.problems,
             *self._renamed(lacking),
+            *_other_weights(
+                self._places,
+                lacking,
+                frozenset() if self.stored.is_old else self.stored.names & self._contents,
+                self._met,
+            ),
         ]
-        if differences := list(filter(None, problems)):
+        if differences := list(dict.fromkeys(filter(None, problems))):
             raise _refuse(self.stored.file, differences)
         return matches
 
     def _below_strangers(self, holders: dict[str, dict[int, Any]]) -> list[NamedValue]:
         """Returns the values below those objects of some places that the checkpoint does not have."""
         at_places = (
-            (o, path) for path, objects in holders.items() for o in objects.values() if path not in self._folders
+            (o, path)
+            # The last name of an object is shown, which is better one that users know.
+            for path, objects in sorted(holders.items(), key=lambda item: "/_" not in item[0])
+            for o in objects.values()
+            if path not in self._folders
         )
         strangers = {
             id(o): (o, path) for o, path in at_places if self._places.get(o) is None and not self._is_left_out(o)
@@ -147,6 +166,9 @@ class Restoration:
         if self._is_left_out(owner):
             return None
         if before is not None and kind is not None and before != kind:
+            if self.is_partial:
+                self._left_out.append(weakref.ref(owner))
+                return None
             return f"{path} is the optimizer {kind}, and {before} in the checkpoint"
         if (other := self._other_name(owner, path)) is not None:
             return f"{path} is the layer {owner.name}, and {other} in the checkpoint"
@@ -343,6 +365,27 @@ class Restoration:
         return surplus, lacking
 
 
+def _other_weights(
+    places: IdentityMap[str], lacking: list[NamedValue], stored: frozenset[str], met: set[str]
+) -> Iterator[str]:
+    """Yields a problem for each layer of which the checkpoint has some weights and the program others, as of one with tied weights.
+
+    Args:
+      places: the objects of the program and their paths.
+      lacking: the values that the checkpoint does not have.
+      stored: the paths of the arrays of the checkpoint.
+      met: the paths of the program.
+    """
+    layers = {p: owner for owner, p in places.items() if isinstance(owner, keras.layers.Layer) and owner.built}
+    ours = [entry.path for entry in lacking if isinstance(entry.owner, keras.layers.Layer)]
+    both = {path.rpartition("/")[0] for path in stored & met}
+    for path in sorted([*ours, *stored - met]):
+        place, _, name = path.rpartition("/")
+        if place in layers and place in both and not name.startswith(_LORA):
+            where = "this program" if path in met else "the checkpoint"
+            yield f"only {where} has {path}, and both have the layer {layers[place].name}"
+
+
 def _contents_of(stored: CheckpointFile, path: str) -> tuple[str, list[bytes]]:
     """Returns everything that a checkpoint contains for one value, for comparison."""
     names = [n for n in stored.names if n == path or n.startswith((path + REPLICAS, f"{path}#"))]
@@ -383,8 +426,16 @@ def _refuse(file: Path, problems: list[str]) -> CheckpointMismatchError:
     return CheckpointMismatchError(
         f"the checkpoint {file}",
         f"it does not fit the objects of this program: {_listed(problems)}. Nothing was restored.",
-        "create the objects as in the program that saved the checkpoint",
+        "create the objects as in the program that saved the checkpoint"
+        + (
+            "; or Checkpoint(model=model).restore(path).expect_partial() before model.compile"
+            * _is_of_optimizer(problems)
+        ),
     )
+
+
+def _is_of_optimizer(problems: list[str]) -> bool:
+    return any(" is the optimizer " in problem for problem in problems)
 
 
 def _folders(paths: Iterable[str]) -> set[str]:

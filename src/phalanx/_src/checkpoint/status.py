@@ -95,6 +95,8 @@ class CheckpointStatus:
           This object.
         """
         self._is_answered()
+        if self._restoration is not None:
+            self._restoration.is_partial = True
         return self
 
     def _complete(self, method: str) -> Restoration:
@@ -141,7 +143,7 @@ def _tell_differences(restoration: Restoration, objects: Holder) -> None:
     ]
     if parts:
         _log.warning(
-            "the checkpoint %s was restored in part. %s.\nHINT: the names of the program that saved it; or restore(path).expect_partial()",
+            "the checkpoint %s was restored in part. %s.\nHINT: restore(path).expect_partial(), if you have changed the model or the optimizer; else the names of the program that saved it",
             restoration.stored.file,
             "; ".join(parts),
         )

@@ -42,7 +42,7 @@ _COLLECTIVES = (
 )
 
 
-A_DIM = "jnp.reshape(x, 1), and axis=0"
+_A_DIM = "jnp.reshape(x, 1), and axis=0"
 """What makes a scalar an array that can be gathered."""
 
 
@@ -203,7 +203,7 @@ def all_gather(
 
     def gather(value: jax.Array) -> jax.Array:
         array = as_any_array(value)
-        dim_ = canonical_dim(dim, array.ndim, A_DIM)
+        dim_ = canonical_dim(dim, array.ndim, _A_DIM)
         if num_replicas == 1:
             return array
         sizes = None if sizes_of is None else sizes_of(array.shape[dim_])

@@ -487,5 +487,5 @@ def _export(
         raise MissingDependencyError(
             f"{type(self).__name__}.export({shown(filepath)})",
             f"Keras needs a library for this format: {e}",
-            "phalanx.estimator.export_model(model, path, x[:1]), which needs JAX only",
+            "phalanx.estimator.export_model(model, path, x[:1]), which needs JAX and flatbuffers only",
         ) from e

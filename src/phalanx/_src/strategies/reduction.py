@@ -149,11 +149,14 @@ def check_mergeable(value: PerReplica, axis: Axis) -> None:
         )
 
 
+_A_DIM = "return jnp.reshape(x, 1) from the replica function, and gather its result with axis=0"
+
+
 @singledispatch
 def gather_leaf(value: object, axis: int, num_replicas: int) -> PyTree:
     """Concatenates the components along dim `axis`, including padded rows. Returns other values unchanged."""
     if num_replicas == 1 and isinstance(value, jax.Array):  # The only component.
-        primitives.canonical_dim(axis, value.ndim, primitives.A_DIM)
+        primitives.canonical_dim(axis, value.ndim, _A_DIM)
     return value
 
 
@@ -167,7 +170,7 @@ def _(value: ReplicaLocal, axis: int, num_replicas: int) -> jax.Array:
 def _(value: PerReplica, axis: int, num_replicas: int) -> jax.Array:
     check_size(value, num_replicas)
     data = jnp.asarray(value.data)
-    dim = primitives.canonical_dim(axis, data.ndim - 1, primitives.A_DIM)
+    dim = primitives.canonical_dim(axis, data.ndim - 1, _A_DIM)
     # Without their padding, components that differ in another dim do not fit together.
     if value.rows is not None and value.rows.dims != (dim,):
         dims = value.rows.dims

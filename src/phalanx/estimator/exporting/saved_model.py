@@ -117,9 +117,11 @@ class SavedModel:
             ) from e
         if not array.ndim or not array.size or list(array.shape[1:]) != shape:
             raise InputError(
-                f"the feature {name!r} of the shape {array.shape}",
+                f"the feature {name!r} of the shape {array.shape}" if name else f"features of the shape {array.shape}",
                 f"a row has the shape {shape}.",
-                "one row per example",
+                f"an array of the shape (rows, {', '.join(map(str, shape))})"
+                if shape
+                else "an array of the shape (rows,)",
             )
         return array
 

@@ -157,7 +157,7 @@ def export_program(
         raise InvalidArgumentError(
             call,
             f"its program cannot be exported for any number of rows: {str(e).partition(chr(10))[0]}",
-            "keras.ops.reshape(x, (-1, ...)) instead of x.shape[0] in the model",
+            "x[:1] as features, with the dim of the rows; and keras.ops.reshape(x, (-1, ...)) instead of x.shape[0] in the model",
         ) from e
 
 

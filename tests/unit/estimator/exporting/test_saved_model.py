@@ -42,8 +42,8 @@ def test_any_number_of_rows(folder):
         (Y, ["features of the names ['']", "the model takes ['x']"]),
         (None, ["features of the names ['']", "the model takes ['x']"]),
         ({"x": np.ones((2, 3))}, ["the feature 'x' of the shape (2, 3)", "a row has the shape []"]),
-        ({"x": 3.0}, ["the feature 'x' of the shape ()", "one row per example"]),
-        ({"x": np.ones(0)}, ["the feature 'x' of the shape (0,)", "one row per example"]),
+        ({"x": 3.0}, ["the feature 'x' of the shape ()", "an array of the shape (rows,)"]),
+        ({"x": np.ones(0)}, ["the feature 'x' of the shape (0,)", "an array of the shape (rows,)"]),
         ({"x": ["a", "b"]}, ["the feature 'x'", "not an array of float32"]),
         ({"x": [[1.0], [2.0, 3.0]]}, ["the feature 'x'", "not an array of float32"]),
     ):
