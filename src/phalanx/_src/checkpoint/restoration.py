@@ -46,7 +46,7 @@ class Restoration:
       without: a Keras object among them that stays as it is, with all that it consists of. None for none.
 
     Attributes:
-      is_partial: whether a part is meant to be restored only: an optimizer of another class, which the program makes later, is left out.
+      is_partial: whether a part is meant to be restored only: an optimizer of another class, which the program makes later, is skipped.
 
     Raises:
       CheckpointError: the file is damaged.
