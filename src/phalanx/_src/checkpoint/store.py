@@ -469,6 +469,8 @@ def _nearest(file: Path) -> str:
     if next(_checkpoints(path_from(path)), None) is not None:
         return f"it is a folder: phalanx.train.latest_checkpoint({path!r})"
     newest = list(itertools.islice(_readable(file), 3))
+    if shards.user_folder(file) != file.parent:
+        return f"the folder {_short(file.parent)}, which belongs to the checkpoint: copy it too"
     if not newest:
         return f"the path that save returned; {_short(file.parent)} contains no checkpoint"
     return f"one of {', '.join(reversed(newest))}"

@@ -59,7 +59,7 @@ class SavedModel:
             raise CheckpointError(
                 f"load_saved_model({folder!r})",
                 f"it is not an exported model, or is incomplete: {e}.",
-                "the folder that estimator.export_saved_model has returned",
+                "the folder that export_model or estimator.export_saved_model has returned",
             ) from e
 
     def predict(self, features: PyTree) -> PyTree:
@@ -94,7 +94,7 @@ class SavedModel:
             raise CheckpointError(
                 "the predictions of an exported model",
                 f"its {SIGNATURE} names {len(classes)} classes, which do not fit its program.",
-                "the folder that estimator.export_saved_model has returned",
+                "the folder that export_model or estimator.export_saved_model has returned",
             ) from e
 
     def _by_name(self, features: PyTree) -> dict[str, Any]:
