@@ -82,6 +82,8 @@ REASONS = {
         PerReplica Mirrored""",
     "JAX's own indexing, of the array that it acts as": """
         _ActsAsArray.__getitem__""",
+    "it raises whatever the argument is": """
+        RemoteValue.__getitem__""",
     "it takes no arguments": """
         _ActsAsArray.__len__""",
     "it needs processes of Ray, whose tests are in tests/cluster and tests/unit/coordinator": """

@@ -342,6 +342,15 @@ def test_damaged_array_leaves_everything_as_it_was(tmp_path):
     assert (a.sum(), b.sum(), checkpoint.n) == (0, 0, 0)
 
 
+@pytest.fixture
+def ctrl_c():
+    """Python's handler of SIGINT, also where the tests run in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 def test_interrupted_restore_is_whole(tmp_path):
     """Ctrl-C between two variables waits for the others; an object that is interrupted, for those before it."""
 

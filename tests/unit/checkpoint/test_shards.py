@@ -130,7 +130,9 @@ def test_divided_arrays_are_arrays(saved):
 def test_missing_piece_is_named(saved):
     """The message names the file."""
     shards.file_of_rank(saved, 1).unlink()
-    with pytest.raises(CheckpointError, match=r"00001\.safetensors: there is no such file(?s:.*)HINT: the folder .*: copy it too"):
+    with pytest.raises(
+        CheckpointError, match=r"00001\.safetensors: there is no such file(?s:.*)HINT: the folder .*: copy it too"
+    ):
         CheckpointFile(saved).array("a")
 
 

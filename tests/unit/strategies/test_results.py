@@ -116,7 +116,12 @@ def test_gather_concatenates_real_rows_in_order(strategy, components, axis, expe
 @pytest.mark.parametrize(
     ("components", "axis", "error", "match"),
     [
-        ((1.0, 2.0), 0, ReduceOpError, r"axis=0: a scalar has no dims.\nHINT: jnp.reshape\(x, 1\), and axis=0"),
+        (
+            (1.0, 2.0),
+            0,
+            ReduceOpError,
+            r"axis=0: a scalar has no dims.\nHINT: return jnp.reshape\(x, 1\) from the replica",
+        ),
         (([1.0], [2.0]), 1, ReduceOpError, "axis=1: the value has dims 0 to 0"),
         (([1.0], [2.0]), None, ReduceOpError, "axis=None: must be an integer"),
         (
