@@ -480,6 +480,22 @@ def test_layer_with_other_weights_is_refused(tmp_path, saved):
     Checkpoint(model=lora(2 * (not saved))).read(path).expect_partial()
 
 
+class Growing(keras.Model):
+    """A model whose own weights become more."""
+
+    def __init__(self, count):
+        super().__init__()
+        self.own = [self.add_weight(shape=(2,), name=f"w{i}") for i in range(count)]
+        self.built = True
+
+
+def test_model_with_more_weights_keeps_the_others(tmp_path):
+    path = Checkpoint(model=Growing(1)).write(tmp_path / "a")
+    more = Growing(2)
+    Checkpoint(model=more).read(path).expect_partial()
+    assert (more.own[0].numpy() == phalanx.train.load_checkpoint(path).get_tensor("model/w0")).all()
+
+
 def test_weights_for_another_optimizer(tmp_path):
     """As the hint says: before the model is compiled."""
 

@@ -221,7 +221,8 @@ class Restoration:
         ours = [(e.path, tuple(e.value.shape)) for e in lacking if isinstance(e.owner, keras.layers.Layer)]
         if not (layers and ours):
             return []
-        theirs = [(path, self.stored.spec(path)[0]) for path in self.unused() if path in self.stored.names]
+        unknown = self.stored.names.intersection(self.unused()) - self._met
+        theirs = [(path, self.stored.spec(path)[0]) for path in sorted(unknown)]
         here, there = _by_root(ours, self._folders), _by_root(theirs, self._met)
         problems = []
         for root, shapes in here.items():
@@ -376,7 +377,9 @@ def _other_weights(
       stored: the paths of the arrays of the checkpoint.
       met: the paths of the program.
     """
-    layers = {p: owner for owner, p in places.items() if isinstance(owner, keras.layers.Layer) and owner.built}
+    # The own weights of a model are those that a user adds to it.
+    objects = ((o, path) for o, path in places.items() if not isinstance(o, keras.Model))
+    layers = {path: o for o, path in objects if isinstance(o, keras.layers.Layer) and o.built}
     ours = [entry.path for entry in lacking if isinstance(entry.owner, keras.layers.Layer)]
     both = {path.rpartition("/")[0] for path in stored & met}
     for path in sorted([*ours, *stored - met]):
