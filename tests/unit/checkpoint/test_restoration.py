@@ -384,6 +384,7 @@ DRIFTS = {
     "a NumPy number": (0, np.int64(5), 5),
     "a number for a result": (RESULT, 0.5, jnp.float32(0.5)),
     "for nothing": (None, RESULT, 0.25),
+    "a member of an enumeration": (signal.SIGINT, signal.SIGTERM, signal.SIGTERM),
     "a list of results": ([], [0.5, RESULT], [0.5, 0.25]),
     "a longer list": ([1.0], [RESULT, 3], [0.25, 3]),
 }

@@ -2,6 +2,7 @@
 """The parts of a checkpoint that have values: how each kind is saved, compared with a file, and restored."""
 
 import copy
+import enum
 import functools
 import itertools
 from abc import ABC, abstractmethod
@@ -296,7 +297,7 @@ class PlainPart(Part):
             self.value.clear()
             self.value.update(value)
             return True, self.value
-        return True, value
+        return True, type(self.value)(value) if isinstance(self.value, enum.Enum) else value
 
 
 _NUMBERS = (bool, int, float, complex)
