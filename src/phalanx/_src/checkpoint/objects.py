@@ -282,11 +282,12 @@ class PlainPart(Part):
 
     def _items(self, path: str, stored: CheckpointFile) -> list[str]:
         """Returns the names of the items of a list that has arrays in the checkpoint; an empty list for anything else."""
+        if not isinstance(self.value, list):
+            return []
         below = {name for name in {*stored.names, *stored.notes["values"]} if name.startswith(f"{path}/")}
         items = [f"{path}/{i}" for i in range(len(below))]
         # Variables are restored when they are there.
-        is_list = isinstance(self.value, list) and below == {*items} and not below & set(stored.notes["names"])
-        return items if is_list else []
+        return items if below == {*items} and not below & set(stored.notes["names"]) else []
 
     @override
     def put(self, value: Any) -> tuple[bool, Any]:
