@@ -67,19 +67,6 @@ def test_one_checkpoint_of_some_hours_is_kept(tmp_path, checkpoint):
     assert names(tmp_path) == [f"ckpt-{i}.safetensors" for i in (2, 4, 6)]
 
 
-def test_files_of_a_killed_program_go(tmp_path, checkpoint):
-    """It had not deleted the oldest one; and a program that keeps fewer deletes the others."""
-    for keeps, left in ((None, [2, 3, 4, 5]), (3, [4, 5, 6]), (1, [7])):
-        kept = CheckpointManager(checkpoint, tmp_path, keeps)
-        kept.restore_or_initialize()
-        for _ in range(4 if keeps is None else 1):
-            kept.save(options=NOW)
-        (tmp_path / "ckpt-1.safetensors").unlink(missing_ok=True)
-        if keeps is None:
-            kept.save(options=NOW)
-        assert [path.rpartition("-")[2] for path in kept.checkpoints] == list(map(str, left))
-
-
 def test_interval_counts_steps(tmp_path, checkpoint, step):
     """Only some calls save; all with check_interval=False. A restored step counts as saved."""
     kept = CheckpointManager(checkpoint, tmp_path, None, step_counter=step, checkpoint_interval=10)

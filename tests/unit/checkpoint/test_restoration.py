@@ -402,7 +402,12 @@ def test_numbers_and_results_of_steps(tmp_path, name):
     assert checkpoint.step == 7
 
 
+KEYS = jax.random.split(jax.random.key(0), 3)
 OTHERS = {
+    "several keys for one": (KEYS[0], KEYS, r"has the shape \(\), and \(3,\) in the checkpoint"),
+    "keys for a number": (0, KEYS, "of type int, and random keys"),
+    "a number for keys": (KEYS[0], 1, "it is an array, and a value of another type"),
+    "a number that is too long": (jnp.int32(0), 10**30, "does not fit into the dtype int32"),
     "an array for a number": (0.0, np.ones(2), "of type float, and an array"),
     "an array for a list": ([0.0], np.ones(2), "of type list, and an array"),
     "a list for an array": (np.ones(2), [1, 2], "it is an array, and a value of another type"),
@@ -410,6 +415,7 @@ OTHERS = {
     "a number that does not fit": (RESULT, 0.1, "would become"),
     "numbers for results": ([RESULT, 1], [1, 2], "best has arrays in this program, and none in the checkpoint"),
     "a number for a variable": (keras.Variable(0.0), 1.0, "is a variable, and a value of another type"),
+    "a variable for a number": (0.0, keras.Variable(1.0), "of type float, and a variable"),
 }
 
 
@@ -444,6 +450,13 @@ def test_replaced_model_begins_as_it_is(tmp_path):
     assert (other.kernel.numpy() == before).all()
     checkpoint.more = keras.Variable(0.0)
     assert float(checkpoint.more) == 1
+    checkpoint = Checkpoint(model=None, more=None)
+    checkpoint.read(path)
+    checkpoint.model, checkpoint.more = dense(), keras.Variable(0.0)  # In place of nothing.
+    assert float(checkpoint.more) == 1
+    assert (checkpoint.model.kernel.numpy() != before).any()
+    other.quantize("int8")
+    dense()
 
 
 def test_rows_of_replicas_are_no_arrays(tmp_path):
@@ -470,15 +483,18 @@ def lora(rank):
 
 @pytest.mark.parametrize("saved", [True, False])
 def test_layer_with_other_weights_is_refused(tmp_path, saved):
-    """Half of it would begin with random numbers, or be left out. What LoRA adds may come and go."""
+    """Half of it would begin with random numbers, or be left out. LoRA may be added."""
     path = Checkpoint(model=embedding(saved)).write(tmp_path / "a")
     where = "this program" if saved else "the checkpoint"
     with pytest.raises(
         CheckpointMismatchError, match=f"only {where} has model/reverse_embeddings, and both have the layer e"
     ):
         Checkpoint(model=embedding(not saved)).read(path)
-    path = Checkpoint(model=lora(2 * saved)).write(tmp_path / "b")
-    Checkpoint(model=lora(2 * (not saved))).read(path).expect_partial()
+    path = Checkpoint(model=lora(0)).write(tmp_path / "b")
+    Checkpoint(model=lora(2)).read(path).expect_partial()
+    path = Checkpoint(model=lora(2)).write(tmp_path / "c")
+    with pytest.raises(CheckpointMismatchError, match="only the checkpoint has model/lora_kernel_a"):
+        Checkpoint(model=lora(0)).read(path)
 
 
 class Growing(keras.Model):

@@ -175,6 +175,8 @@ def test_mirrored_value_has_a_component_per_device(strategy):
     parts = strategy.replicate({"w": jnp.ones(2), "b": None}).values
     assert [p["w"].devices().pop().id for p in parts] == [0, 1]
     assert [p["b"] for p in parts] == [None, None]
+    parts = strategy.run(lambda: Mirrored({"w": jnp.ones(2), "t": "text"})).values
+    assert [(p["w"].tolist(), p["t"]) for p in parts] == [([1, 1], "text")] * 2
 
 
 @pytest.mark.parametrize("through", [jax.jit, lambda f: f], ids=["jit", "eager"])

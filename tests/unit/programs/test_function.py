@@ -166,3 +166,9 @@ def test_arguments_that_change(value):
     assert length(value) == 2
     value.add(3) if isinstance(value, set) else value.append(3)
     assert length(value) == 3
+
+
+def test_equal_items_of_other_types():
+    """They are other programs, as numbers themselves are."""
+    first = phalanx.function(lambda items: type(next(iter(items))).__name__)
+    assert [first({x}) for x in (1, 1.0, True)] == ["int", "float", "bool"]

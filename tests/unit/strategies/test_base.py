@@ -120,6 +120,27 @@ def test_returned_variables_are_their_values(make):
     assert float(strategy.run(lambda v: v, args=(n,))) == 0
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: phalanx.MirroredStrategy(["cpu:0", "cpu:1"], layout=phalanx.fully_sharded()),
+        lambda: phalanx.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"]),
+    ],
+)
+def test_variables_that_are_updated_after_the_step(make):
+    """Their values are those of the end of the step, also in a function."""
+    strategy = make()
+    with strategy.scope():
+        v, optimizer = keras.Variable([0.0, 0.0]), keras.optimizers.SGD(1.0)
+
+    def step():
+        return optimizer.apply_gradients([(jnp.ones(2) / 2, v)]), v
+
+    results = [strategy.run(step) for _ in range(2)] + [phalanx.function(lambda: (strategy.run(step), v)[0])()]
+    assert [int(count) for count, _ in results] == [1, 2, 3]
+    assert [np.asarray(value).tolist() for _, value in results] == [[-1, -1], [-2, -2], [-3, -3]]
+
+
 def test_run_in_replica_context(strategy):
     with pytest.raises(ContextError, match="Strategy.run was called in replica context"):
         strategy.run(lambda: strategy.run(lambda: 1))

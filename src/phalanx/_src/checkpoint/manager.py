@@ -167,7 +167,7 @@ class CheckpointManager:
     Args:
       checkpoint: the `Checkpoint` to save and restore.
       directory: the folder, which all processes can read. It is created when needed.
-      max_to_keep: number of checkpoints to keep, those of earlier programs included. None for all.
+      max_to_keep: number of checkpoints to keep. None for all. More of an earlier program stay, because it may have kept them on purpose.
       keep_checkpoint_every_n_hours: hours between checkpoints that are never deleted, in addition to the last `max_to_keep`.
       checkpoint_name: the beginning of the file names.
       step_counter: variable with the number of steps so far, for `checkpoint_interval`.
@@ -410,18 +410,9 @@ class CheckpointManager:
             saved = {shards.folder_of(file) for _, file in numbered(self._directory, self._name)}
             for folder in set(self._directory.glob(f"{self._name}-*.shards")) - saved:
                 shards.delete_pieces(folder)
-            self._kept = set(self._kept_before())
+            # Files older than the last ones were preserved on purpose.
+            self._kept = {file for _, file in self._old()}
             self._is_first = False
-
-    def _kept_before(self) -> Iterator[Path]:
-        """Yields old checkpoints that an earlier program has kept for their hours. Others may be left of one that was killed."""
-        if self._keep_every_h is None:
-            return
-        last_s: float | None = None
-        for saved_s, file in self._old():
-            if last_s is None or saved_s - last_s >= self._keep_every_h * _HOUR_S:
-                last_s = saved_s
-                yield file
 
     def _old(self) -> list[tuple[float, Path]]:
         """Returns the times and files of all checkpoints except the last `max_to_keep`."""

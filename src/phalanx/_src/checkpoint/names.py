@@ -174,7 +174,8 @@ class Holder:
     _root: Any = None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        is_replaced = vars(self).get(name, value) is not value and is_owner(value)
+        before = vars(self).get(name, value)
+        is_replaced = before is not value and is_owner(before) and is_owner(value)
         super().__setattr__(name, value)
         # A checkpoint that was restored before may contain the new attribute.
         # A copy, because `hear` removes a restoration that is complete.

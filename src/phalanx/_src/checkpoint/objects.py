@@ -193,14 +193,15 @@ class ArrayPart(Part):
     def find(self, path: str, stored: CheckpointFile) -> set[str]:
         if path not in stored.names:
             value = stored.notes["values"].get(path)
-            if path in stored.notes["values"] and (np.shape(self.array) or not isinstance(value, _NUMBERS)):
+            is_number = isinstance(value, _NUMBERS) and not np.shape(self.array) and not text.is_key(self.array)
+            if path in stored.notes["values"] and not is_number:
                 raise ValueError("it is an array, and a value of another type in the checkpoint")
             return {path} & set(stored.notes["values"])
         (shape, dtype), kind = stored.spec(path), text.kind_of_keys(stored.notes["values"].get(path))
         ours = str(jax.random.key_impl(self.array)) if text.is_key(self.array) else None
         if kind != ours:
             raise ValueError(f"it has {_keys(ours)}, and {_keys(kind)} in the checkpoint")
-        shape = shape if kind is None else shape[: np.ndim(self.array)]  # Key data has one dim more than the keys.
+        shape = shape if kind is None else shape[:-1]  # Key data has one dim more than the keys.
         if shape != tuple(np.shape(self.array)):
             raise ValueError(f"the array has the shape {np.shape(self.array)}, and {shape} in the checkpoint")
         if kind is None and _kind(dtype) > _kind(self.array.dtype):
@@ -211,7 +212,7 @@ class ArrayPart(Part):
     def read(self, path: str, stored: CheckpointFile) -> Any:
         if path in stored.notes["values"]:
             value = stored.value(path)
-            return value if path in stored.names else exactly(np.asarray(value), self.array.dtype)  # Of random keys.
+            return value if path in stored.names else _as_result(value, self.array.dtype)  # Of random keys.
         if spans_processes(self.array):
             return _placed(path, stored, self.array.dtype, self.array.shape, self.array.sharding)
         return exactly(stored.array(path), self.array.dtype)
@@ -266,11 +267,18 @@ class PlainPart(Part):
                 f"it is a value of type {type(self.value).__name__}, and the state of an object in the checkpoint"
             )
         if path in stored.notes["values"]:
+            if text.kind_of_keys(stored.notes["values"][path]) is not None and self.value is not None:
+                raise ValueError(
+                    f"it is a value of type {type(self.value).__name__}, and random keys in the checkpoint"
+                )
             return {path}
         if path in stored.names:
-            is_number = isinstance(self.value, _NUMBERS) and not stored.spec(path)[0]
-            if self.value is not None and not is_number:
-                raise ValueError(f"it is a value of type {type(self.value).__name__}, and an array in the checkpoint")
+            is_variable = path in stored.notes["names"]
+            if self.value is None:
+                return set() if is_variable else {path}  # A variable may take its place.
+            if is_variable or not isinstance(self.value, _NUMBERS) or stored.spec(path)[0]:
+                what = "a variable" if is_variable else "an array"
+                raise ValueError(f"it is a value of type {type(self.value).__name__}, and {what} in the checkpoint")
             return {path}
         return set(self._items(path, stored))
 
@@ -302,6 +310,18 @@ class PlainPart(Part):
 
 
 _NUMBERS = (bool, int, float, complex)
+
+
+def _as_result(value: PyTree, dtype: np.dtype) -> np.ndarray:
+    """Returns a number as an array.
+
+    Raises:
+      ValueError: it does not fit into the dtype.
+    """
+    try:
+        return exactly(np.asarray(value), dtype)
+    except (OverflowError, TypeError) as e:  # Integers that are longer than those of NumPy.
+        raise ValueError(f"the value {value} does not fit into the dtype {dtype}") from e
 
 
 def _value_of(path: str, stored: CheckpointFile) -> PyTree:

@@ -55,6 +55,8 @@ class Restoration:
 
     def __init__(self, objects: Holder, stored: CheckpointFile, without: object | None = None) -> None:
         self._objects, self.stored = weakref.ref(objects), stored
+        self._checked: set[str] = set()
+        """The layers whose weights are known to be those of the checkpoint. They may get others later."""
         self._left_out = [] if without is None else [weakref.ref(without)]
         self._contents = {name.removesuffix(REPLICAS) for name in stored.names} | set(stored.notes["values"])
         # Arrays in the state of an object are read with the state.
@@ -138,6 +140,7 @@ class Restoration:
                 lacking,
                 frozenset() if self.stored.is_old else self.stored.names & self._contents,
                 self._met,
+                self._checked,
             ),
         ]
         if differences := list(dict.fromkeys(filter(None, problems))):
@@ -367,7 +370,7 @@ class Restoration:
 
 
 def _other_weights(
-    places: IdentityMap[str], lacking: list[NamedValue], stored: frozenset[str], met: set[str]
+    places: IdentityMap[str], lacking: list[NamedValue], stored: frozenset[str], met: set[str], checked: set[str]
 ) -> Iterator[str]:
     """Yields a problem for each layer of which the checkpoint has some weights and the program others, as of one with tied weights.
 
@@ -376,15 +379,17 @@ def _other_weights(
       lacking: the values that the checkpoint does not have.
       stored: the paths of the arrays of the checkpoint.
       met: the paths of the program.
+      checked: the layers that were looked at before.
     """
     # The own weights of a model are those that a user adds to it.
     objects = ((o, path) for o, path in places.items() if not isinstance(o, keras.Model))
-    layers = {path: o for o, path in objects if isinstance(o, keras.layers.Layer) and o.built}
+    layers = {p: o for o, p in objects if isinstance(o, keras.layers.Layer) and o.built and p not in checked}
+    checked.update(layers)
     ours = [entry.path for entry in lacking if isinstance(entry.owner, keras.layers.Layer)]
     both = {path.rpartition("/")[0] for path in stored & met}
     for path in sorted([*ours, *stored - met]):
         place, _, name = path.rpartition("/")
-        if place in layers and place in both and not name.startswith(_LORA):
+        if place in layers and place in both and not (name.startswith(_LORA) and path in met):
             where = "this program" if path in met else "the checkpoint"
             yield f"only {where} has {path}, and both have the layer {layers[place].name}"
 

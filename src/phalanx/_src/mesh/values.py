@@ -343,7 +343,10 @@ class Mirrored(DistributedValues):
     def values(self) -> tuple[Any, ...]:
         """The equal components of this process's replicas."""
         leaves, tree = flatten(self.value)
-        parts = [map(uncommitted, _copies(leaf)) for leaf in leaves]
+        copies = [_copies(leaf) for leaf in leaves]
+        count = max(map(len, copies), default=1)
+        # Text and objects have no copies on devices.
+        parts = [map(uncommitted, each if len(each) == count else each * count) for each in copies]
         return tuple(tree.unflatten(p) for p in zip(*parts, strict=True)) if parts else (self.value,)
 
     def __jax_array__(self) -> jax.Array:

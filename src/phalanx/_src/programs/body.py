@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import keras
 from jax.sharding import NamedSharding
 
 from phalanx._src.kernels import bodies, platforms
@@ -46,6 +47,7 @@ class Body:
         wants, and its programs for as long as the function.
       discovery: the trace. None once JAX has compiled it.
       output: the structure of the results.
+      returns_variables: whether results are variables that the strategy updates after the program.
       strategy: the strategy whose devices the program runs on.
       topology: these devices.
       closed_over: the arrays that the function closes over, kept alive with the program.
@@ -58,6 +60,7 @@ class Body:
         discovery = self._trace(arguments.arrays)
         self.discovery: Discovery | None = discovery
         self.output: Structure = discovery.outputs.structure
+        self.returns_variables = any(isinstance(x.value, keras.Variable) for x in self.output.static_leaves())
         self._variables, self._written = discovery.variables, discovery.written
         self.strategy = _strategy_of(discovery)
         self.topology = topology = self.strategy.topology

@@ -25,7 +25,7 @@ from phalanx._src.runtime.observers import observers
 from phalanx._src.tracing import context
 from phalanx._src.tracing.draws import Draws
 from phalanx._src.tracing.records import EITHER_WAY, defaults, deliver, noting_questions, recording_key
-from phalanx._src.tracing.structure import Arguments, refuse_outer_trace, require_alive
+from phalanx._src.tracing.structure import Arguments, refuse_outer_trace, require_alive, with_values
 from phalanx._src.typed_jax import block_until_ready, shape_dtype
 from phalanx.errors import ContextError
 from phalanx.errors.deferred import failures, raise_deferred
@@ -103,6 +103,8 @@ class Program:
             deliver(outputs[4])
         structure = outputs[5] if self._body.is_eager else self._body.output
         result = structure.join(outputs[2], arguments.streams)
+        if self._body.returns_variables:
+            result = with_values(result)
         # JAX refuses to combine arrays of the replicas' devices with variables, which are committed to another device.
         return map_leaves(one_copy, result) if self._body.state.is_lent else result
 

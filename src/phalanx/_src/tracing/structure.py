@@ -15,7 +15,7 @@ import numpy as np
 from phalanx._src.mesh.arrays import as_number, copied, map_named, require_live
 from phalanx._src.mesh.values import ComponentSizes, Mirrored, PerReplica, flatten, is_distributed, map_leaves
 from phalanx._src.runtime.settings import settings
-from phalanx.errors import InputError, TraceError, shown
+from phalanx.errors import InputError, TraceError, VariableError, shown
 from phalanx.typing import PyTree
 
 T = TypeVar("T")
@@ -229,11 +229,17 @@ def require_alive(args: PyTree, kwargs: PyTree) -> None:
 
 
 def with_values(result: PyTree, value_of: Callable[[keras.Variable], PyTree] = lambda v: v.value) -> PyTree:
-    """Replaces the variables in the result of a step by their present values, because later steps change the variables."""
+    """Replaces the variables in the result of a step by their present values, because later steps change the variables.
+
+    Those that the strategy updates after the step stay, and are replaced when it has ended.
+    """
 
     def fixed(leaf: PyTree) -> PyTree:
         if isinstance(leaf, keras.Variable):
-            return value_of(leaf)
+            try:
+                return value_of(leaf)
+            except VariableError:  # The strategy updates it after the step.
+                return leaf
         return Mirrored(with_values(leaf.value)) if isinstance(leaf, Mirrored) else leaf
 
     return map_leaves(fixed, result)
@@ -293,7 +299,8 @@ _ARRAY, _EQUAL = _Array(), _PerReplica(None, None)
 def _static(leaf: Any) -> _Static:
     """Returns the kind of a leaf that selects the program."""
     if isinstance(leaf, (set, bytearray)):  # They may change, and have no hash.
-        return _Static(type(leaf), frozenset(leaf) if isinstance(leaf, set) else bytes(leaf), copy.copy(leaf))
+        items = frozenset((type(x), x) for x in leaf) if isinstance(leaf, set) else bytes(leaf)
+        return _Static(type(leaf), items, leaf)
     try:
         hash(leaf)
     except Exception:  # Whatever a class of a user raises.
