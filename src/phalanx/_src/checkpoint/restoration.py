@@ -35,6 +35,25 @@ class _Match(NamedTuple):
     replace: Callable[[Any], None] | None
 
 
+class _LeftOut:
+    """Objects that stay as they are, with all that they consist of. Does not keep them alive.
+
+    Attributes:
+      has_optimizers: whether optimizers of another class than in the checkpoint are among them.
+    """
+
+    def __init__(self) -> None:
+        self._objects: list[weakref.ref[Any]] = []
+        self.has_optimizers = False
+
+    def add(self, value: object) -> None:
+        """Adds an object."""
+        self._objects.append(weakref.ref(value))
+
+    def __contains__(self, value: object) -> bool:
+        return any(value is each() for each in self._objects)
+
+
 class Restoration:
     """Restores a checkpoint into objects, including variables that they get later.
 
@@ -46,7 +65,7 @@ class Restoration:
       without: a Keras object among them that stays as it is, with all that it consists of. None for none.
 
     Attributes:
-      is_partial: whether a part is meant to be restored only: an optimizer of another class, which the program makes later, is skipped.
+      left_out: the objects that stay as they are.
 
     Raises:
       CheckpointError: the file is damaged.
@@ -57,7 +76,9 @@ class Restoration:
         self._objects, self.stored = weakref.ref(objects), stored
         self._checked: set[str] = set()
         """The layers whose weights are known to be those of the checkpoint. They may get others later."""
-        self._left_out = [] if without is None else [weakref.ref(without)]
+        self.left_out = _LeftOut()
+        if without is not None:
+            self.left_out.add(without)
         self._contents = {name.removesuffix(REPLICAS) for name in stored.names} | set(stored.notes["values"])
         # Arrays in the state of an object are read with the state.
         self._contents -= {name for name in self._contents if "#" in name}
@@ -71,7 +92,6 @@ class Restoration:
         self._met: set[str] = set()
         """All names in the program, also of objects without variables, and the folders in which they are."""
         self._places[objects] = ""
-        self.is_partial = False
         self._is_busy = False
         self._lacking: list[str] = []
         """The names of the values in the program that the checkpoint did not have when the last plan was made."""
@@ -101,7 +121,7 @@ class Restoration:
             self._met.update(_folders([path]))
             if is_owner(value):
                 problems.append(self._difference(value, path))
-                if self._is_left_out(value):
+                if value in self.left_out:
                     continue
                 holders.setdefault(path, {})[id(value)] = value
                 continue
@@ -157,7 +177,7 @@ class Restoration:
             if path not in self._folders
         )
         strangers = {
-            id(o): (o, path) for o, path in at_places if self._places.get(o) is None and not self._is_left_out(o)
+            id(o): (o, path) for o, path in at_places if self._places.get(o) is None and o not in self.left_out
         }
         entries = self._entries(list(strangers.values()), everywhere=True)
         new = (e for e in entries if not is_owner(e.value) and self._received.get(e.value) is None)
@@ -166,11 +186,11 @@ class Restoration:
     def _difference(self, owner: Any, path: str) -> str | None:
         """Returns why an object cannot have the values that the checkpoint has under its name. None if it can."""
         before, kind = self.stored.notes["optimizers"].get(path), kind_of_optimizer(owner)
-        if self._is_left_out(owner):
+        if owner in self.left_out:
             return None
         if before is not None and kind is not None and before != kind:
-            if self.is_partial:
-                self._left_out.append(weakref.ref(owner))
+            if self.left_out.has_optimizers:
+                self.left_out.add(owner)
                 return None
             return f"{path} is the optimizer {kind}, and {before} in the checkpoint"
         if (other := self._other_name(owner, path)) is not None:
@@ -198,7 +218,7 @@ class Restoration:
         for path, holding in holders.items():
             # A loss scale has the name of the optimizer in it.
             objects = [o for o in holding.values() if not isinstance(o, keras.optimizers.LossScaleOptimizer)]
-            growing = [o for o in objects if not (getattr(o, "built", True) or self._is_left_out(o))]
+            growing = [o for o in objects if not (getattr(o, "built", True) or o in self.left_out)]
             if not growing or path not in self._folders:
                 continue
             if len(objects) > 1:
@@ -295,7 +315,7 @@ class Restoration:
             return
         place = self._places.get(owner)
         if new is not None and place is not None:
-            self._left_out.append(weakref.ref(new))  # The values belong to the object before it.
+            self.left_out.add(new)  # The values belong to the object before it.
         try:
             # An object without a place may be a new part of a known one, for example a layer that a model has made in `build`.
             self._carry_out(self._match(self._places.items() if place is None else [(owner, place)]))
@@ -336,7 +356,7 @@ class Restoration:
         def enter(owner: Any, place: str) -> bool:
             is_stored = place in self._folders
             is_new = (id(owner), place) not in seen if is_stored else everywhere and id(owner) not in ids
-            if not is_new or self._is_left_out(owner):
+            if not is_new or owner in self.left_out:
                 return False
             seen.add((id(owner), place))
             ids.add(id(owner))
@@ -346,9 +366,6 @@ class Restoration:
 
         names = Names(self._naming, self.stored.notes["aliases"], self._slots.keys_of)
         return names.below(start, enter)
-
-    def _is_left_out(self, owner: object) -> bool:
-        return any(owner is left_out() for left_out in self._left_out)
 
     @property
     def matched(self) -> bool:

@@ -96,7 +96,7 @@ class CheckpointStatus:
         """
         self._is_answered()
         if self._restoration is not None:
-            self._restoration.is_partial = True
+            self._restoration.left_out.has_optimizers = True
         return self
 
     def _complete(self, method: str) -> Restoration:
