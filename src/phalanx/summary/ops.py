@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 
 from phalanx._src import compat
 from phalanx._src.collectives import primitives
-from phalanx._src.mesh.arrays import require_fits, require_live
+from phalanx._src.mesh.arrays import require_fits
 from phalanx._src.options import ReduceOp
 from phalanx._src.tracing import context
 from phalanx._src.tracing.context import ReplicaContext
@@ -413,8 +413,7 @@ def _array(kind: str, data: ArrayLike | keras.Variable, ranks: tuple[int, ...] |
       InvalidArgumentError: it is not an array of real numbers, or has another number of dims.
       TraceError: it was kept from another step.
     """
-    if not compat.is_lifting():
-        require_live(data)
+    compat.require_live_outside_steps(data)
     try:
         value = primitives.as_array(data.value if isinstance(data, keras.Variable) else data)
     except ReduceOpError as e:

@@ -421,7 +421,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_other_kinds_are_refused(tmp_path, name):
-    """Nothing is left out without a word."""
+    """Nothing is skipped silently."""
     begin, saved, problem = OTHERS[name]
     path = Checkpoint(best=saved, step=7).write(tmp_path / "a")
     checkpoint = Checkpoint(best=begin, step=0)
@@ -483,7 +483,7 @@ def lora(rank):
 
 @pytest.mark.parametrize("saved", [True, False])
 def test_layer_with_other_weights_is_refused(tmp_path, saved):
-    """Half of it would begin with random numbers, or be left out. LoRA may be added."""
+    """Half of it would begin with random numbers, or be lost. LoRA may be added."""
     path = Checkpoint(model=embedding(saved)).write(tmp_path / "a")
     where = "this program" if saved else "the checkpoint"
     with pytest.raises(

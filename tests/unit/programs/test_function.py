@@ -161,7 +161,7 @@ def test_prepare_traces_without_running():
 
 @pytest.mark.parametrize("value", [{1, 2}, bytearray(b"ab")])
 def test_arguments_that_change(value):
-    """What has no hash, and other items than before."""
+    """Sets and bytearrays with other items are other programs, although they have no hash."""
     length = phalanx.function(len)
     assert length(value) == 2
     value.add(3) if isinstance(value, set) else value.append(3)

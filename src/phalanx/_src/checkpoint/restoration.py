@@ -156,11 +156,7 @@ class Restoration:
             *self._slots.problems,
             *self._renamed(lacking),
             *_other_weights(
-                self._places,
-                lacking,
-                frozenset() if self.stored.is_old else self.stored.names & self._contents,
-                self._met,
-                self._checked,
+                self._places, lacking, set() if self.stored.is_old else self._contents, self._met, self._checked
             ),
         ]
         if differences := list(dict.fromkeys(filter(None, problems))):
@@ -387,20 +383,22 @@ class Restoration:
 
 
 def _other_weights(
-    places: IdentityMap[str], lacking: list[NamedValue], stored: frozenset[str], met: set[str], checked: set[str]
+    places: IdentityMap[str], lacking: list[NamedValue], stored: set[str], met: set[str], checked: set[str]
 ) -> Iterator[str]:
     """Yields a problem for each layer of which the checkpoint has some weights and the program others, as of one with tied weights.
 
     Args:
       places: the objects of the program and their paths.
       lacking: the values that the checkpoint does not have.
-      stored: the paths of the arrays of the checkpoint.
+      stored: the paths of the checkpoint.
       met: the paths of the program.
       checked: the layers that were looked at before.
     """
     # The own weights of a model are those that a user adds to it.
     objects = ((o, path) for o, path in places.items() if not isinstance(o, keras.Model))
     layers = {p: o for o, p in objects if isinstance(o, keras.layers.Layer) and o.built and p not in checked}
+    if not layers:  # As each time that an object gets variables, once all layers are there.
+        return
     checked.update(layers)
     ours = [entry.path for entry in lacking if isinstance(entry.owner, keras.layers.Layer)]
     both = {path.rpartition("/")[0] for path in stored & met}
@@ -448,19 +446,14 @@ def _refuse_state(file: Path, path: str, problem: str, hint: str) -> CheckpointM
 
 
 def _refuse(file: Path, problems: list[str]) -> CheckpointMismatchError:
+    hint = "create the objects as in the program that saved the checkpoint"
+    if any(" is the optimizer " in problem for problem in problems):
+        hint += "; or Checkpoint(model=model).restore(path).expect_partial() before model.compile"
     return CheckpointMismatchError(
         f"the checkpoint {file}",
         f"it does not fit the objects of this program: {_listed(problems)}. Nothing was restored.",
-        "create the objects as in the program that saved the checkpoint"
-        + (
-            "; or Checkpoint(model=model).restore(path).expect_partial() before model.compile"
-            * _is_of_optimizer(problems)
-        ),
+        hint,
     )
-
-
-def _is_of_optimizer(problems: list[str]) -> bool:
-    return any(" is the optimizer " in problem for problem in problems)
 
 
 def _folders(paths: Iterable[str]) -> set[str]:

@@ -12,6 +12,7 @@ from keras import Variable
 from keras.src.backend.common import global_state
 
 from phalanx._src.compat.hooks import extend
+from phalanx._src.mesh.arrays import require_live
 from phalanx.typing import PyTree
 
 
@@ -201,6 +202,16 @@ def note_read() -> None:
 def is_lifting() -> bool:
     """Whether a step is traced in this thread, even from inside the scopes of Keras's stateless methods."""
     return surrounding_scope() is not None
+
+
+def require_live_outside_steps(value: object) -> None:
+    """Checks that `value` was not kept from a step. In a step, the program explains it, and needs no operation for the check.
+
+    Raises:
+      TraceError: it was.
+    """
+    if not is_lifting():
+        require_live(value)
 
 
 @extend(keras.StatelessScope, "get_current_value")

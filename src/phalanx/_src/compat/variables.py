@@ -21,7 +21,7 @@ from numpy.typing import DTypeLike
 from phalanx._src.compat.facts import facts_of, note_facts
 from phalanx._src.compat.hooks import extend
 from phalanx._src.compat.layouts import divided_layout, layout_of, layout_of_shards
-from phalanx._src.compat.scope import lift_scope, surrounding_scope
+from phalanx._src.compat.scope import lift_scope, require_live_outside_steps, surrounding_scope
 from phalanx._src.compat.undo import RAW_VALUE, note_old_value
 from phalanx._src.mesh.arrays import (
     copied,
@@ -29,7 +29,6 @@ from phalanx._src.mesh.arrays import (
     put_shards,
     put_small,
     require_fits,
-    require_live,
     spans_processes,
 )
 from phalanx._src.mesh.topology import whole
@@ -428,8 +427,7 @@ def _require_numbers(variable: Variable, value: object) -> None:
       TypeError: `value` is one of these.
       TraceError: `value` was kept from another step. Keras would store it.
     """
-    if lift_scope() is None:
-        require_live(value)
+    require_live_outside_steps(value)
     kind = getattr(getattr(value, "dtype", None), "kind", "")
     if kind and kind in "mM":
         raise TypeError("dates are not numbers.")

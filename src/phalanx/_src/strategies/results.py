@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import keras
 
+from phalanx._src import compat
 from phalanx._src.collectives import primitives
 from phalanx._src.collectives.cross_device import CrossDeviceOps
-from phalanx._src.mesh.arrays import require_live
 from phalanx._src.mesh.values import DistributedValues, Mirrored, PerReplica, differs, flatten, map_leaves
 from phalanx._src.options import ReduceOp
 from phalanx._src.programs.replicas import trace_run
@@ -204,7 +204,6 @@ class AbstractResults(AbstractStrategy):
 
 def _checked_array(value: T) -> T:
     if isinstance(value, jax.Array):
-        if innermost() is None:
-            require_live(value)
+        compat.require_live_outside_steps(value)
         primitives.check_arrays(value)
     return value
