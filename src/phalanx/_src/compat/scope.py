@@ -208,7 +208,7 @@ def require_live_outside_steps(value: object) -> None:
     """Checks that `value` was not kept from a step. In a step, the program explains it, and needs no operation for the check.
 
     Raises:
-      TraceError: it was.
+      TraceError: `value` was kept from a step.
     """
     if not is_lifting():
         require_live(value)
