@@ -115,12 +115,13 @@ class AdaptedData:
         """Returns a function like `make`, whose iterators note a digest of their first batch."""
 
         def noting(batches: Iterator[PyTree]) -> Iterator[PyTree]:
-            for number, batch in enumerate(itertools.islice(batches, self._num_batches)):
-                if not number:
-                    self.first = digest_of(batch)
+            for batch in batches:
+                self.first = digest_of(batch)
                 yield batch
+                break
+            yield from batches
 
-        return lambda: noting(make())
+        return lambda: noting(itertools.islice(make(), self._num_batches))
 
     def spec(self) -> PyTree:
         """Returns shapes and dtypes of a global batch, from the first batch of an epoch. None if no batch can be read beforehand.

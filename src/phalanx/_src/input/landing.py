@@ -194,7 +194,8 @@ def write(out: np.ndarray, leaves: Sequence[PyTree], counts: Sequence[int]) -> N
         if isinstance(leaf, ChosenRows):
             leaf.write(out.reshape(leaf.shape))
         else:
-            out[...] = np.asarray(leaf).reshape(out.shape)
+            for row, rows in zip(out, np.asarray(leaf).reshape(out.shape), strict=True):
+                copy(row, rows)
     else:
         start = 0
         last = leaf[max(0, sum(counts) - 1) :][:1]

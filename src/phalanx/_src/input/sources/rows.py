@@ -2,7 +2,8 @@
 """Rows of an array that were chosen and not yet read, so that they are written once, to where they are needed."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import final
 
@@ -16,6 +17,9 @@ from phalanx._src.mesh.arrays import is_on_cpu
 from phalanx._src.mesh.memory import Pool
 from phalanx._src.runtime.dispatch import process_dispatching
 from phalanx.typing import PyTree
+
+# A part that is copied in less than about half a millisecond does not pay for a thread.
+_PART_BYTES, _MOST_PARTS = 4 << 20, 2
 
 
 @final
@@ -72,9 +76,9 @@ class ChosenRows:
         # `take` copies an array that is not contiguous as a whole, and casts in a copy. With mode="raise" it writes to a copy
         # of `out` first.
         if isinstance(index, np.ndarray) and array.flags.c_contiguous and out.dtype == array.dtype:
-            np.take(array, index, axis=0, out=out, mode="clip")
+            _in_parts(out, lambda part: np.take(array, index[part], axis=0, out=out[part], mode="clip"))
         else:
-            out[...] = array[index]
+            copy(out, array[index])
 
 
 def read(leaf: PyTree) -> PyTree:
@@ -99,8 +103,28 @@ def copy(out: np.ndarray, leaf: PyTree) -> None:
     """Writes a leaf of a batch into an array of the host."""
     if isinstance(leaf, ChosenRows):
         leaf.write(out)
-    else:
-        out[...] = leaf
+        return
+    rows = np.asarray(leaf)
+
+    def write(part: PyTree) -> None:
+        out[part] = rows[part]
+
+    _in_parts(out, write)
+
+
+def _in_parts(out: np.ndarray, write: Callable[[PyTree], object]) -> None:
+    """Calls `write` for an array, or for slices of a large one, each in a thread: one core does not use the bandwidth of the memory."""
+    count = min(len(out), out.nbytes // _PART_BYTES, _MOST_PARTS) if out.ndim else 1
+    if count < 2:
+        write(...)
+        return
+    bounds = [len(out) * i // count for i in range(count + 1)]
+    # The caller takes the first part. Threads that live on would be lost in a process that is forked.
+    with ThreadPoolExecutor(count - 1) as threads:
+        rest = [threads.submit(write, slice(*ends)) for ends in pairwise(bounds[1:])]
+        write(slice(bounds[1]))
+    for part in rest:
+        part.result()
 
 
 def owned(leaf: PyTree, pool: Pool) -> PyTree:
