@@ -21,6 +21,7 @@ MODULES = {
     "input": "input",
     "run_steps": "run_steps",
     "fit": "fit",
+    "fit_input": "fit_input",
     "model_parallel": "model_parallel",
     "update_sharding": "update_sharding",
     "multi_worker": "multi_worker",

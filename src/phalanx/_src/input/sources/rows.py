@@ -18,8 +18,8 @@ from phalanx._src.mesh.memory import Pool
 from phalanx._src.runtime.dispatch import process_dispatching
 from phalanx.typing import PyTree
 
-# A part that is copied in less than about half a millisecond does not pay for a thread.
-_PART_BYTES, _MOST_PARTS = 4 << 20, 2
+# Half of it is copied in about half a millisecond. A thread costs a tenth of that.
+_LARGE_BYTES = 8 << 20
 
 
 @final
@@ -76,7 +76,7 @@ class ChosenRows:
         # `take` copies an array that is not contiguous as a whole, and casts in a copy. With mode="raise" it writes to a copy
         # of `out` first.
         if isinstance(index, np.ndarray) and array.flags.c_contiguous and out.dtype == array.dtype:
-            _in_parts(out, lambda part: np.take(array, index[part], axis=0, out=out[part], mode="clip"))
+            _in_halves(out, lambda part: np.take(array, index[part], axis=0, out=out[part], mode="clip"))
         else:
             copy(out, array[index])
 
@@ -109,22 +109,20 @@ def copy(out: np.ndarray, leaf: PyTree) -> None:
     def write(part: PyTree) -> None:
         out[part] = rows[part]
 
-    _in_parts(out, write)
+    _in_halves(out, write)
 
 
-def _in_parts(out: np.ndarray, write: Callable[[PyTree], object]) -> None:
-    """Calls `write` for an array, or for slices of a large one, each in a thread: one core does not use the bandwidth of the memory."""
-    count = min(len(out), out.nbytes // _PART_BYTES, _MOST_PARTS) if out.ndim else 1
-    if count < 2:
+def _in_halves(out: np.ndarray, write: Callable[[PyTree], object]) -> None:
+    """Calls `write` for an array, or for the halves of a large one in two threads: one core does not use the bandwidth of the memory."""
+    if out.nbytes < _LARGE_BYTES or len(out) == 1:
         write(...)
         return
-    bounds = [len(out) * i // count for i in range(count + 1)]
-    # The caller takes the first part. Threads that live on would be lost in a process that is forked.
-    with ThreadPoolExecutor(count - 1) as threads:
-        rest = [threads.submit(write, slice(*ends)) for ends in pairwise(bounds[1:])]
-        write(slice(bounds[1]))
-    for part in rest:
-        part.result()
+    middle = len(out) // 2
+    # A thread that lived on would be missing in a process that is forked.
+    with ThreadPoolExecutor(1) as thread:
+        half = thread.submit(write, slice(middle, None))
+        write(slice(middle))
+    half.result()
 
 
 def owned(leaf: PyTree, pool: Pool) -> PyTree:
