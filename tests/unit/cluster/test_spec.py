@@ -152,7 +152,7 @@ def test_parameter_servers_have_neither_number_nor_leader():
         (DENSE, Task("chief", 0), "task chief:0: the cluster has the jobs ps, worker"),
         ({}, Task("worker", 0), "task worker:0: the cluster is empty"),
         (DENSE, Task("worker", 9), "task worker:9: the indices of 'worker' are 0, 1"),
-        ({"worker": []}, Task("worker", 0), r"the indices of 'worker' are \(none\)"),
+        ({"worker": []}, Task("worker", 0), "task worker:0: the job 'worker' has no tasks.\nHINT: \"worker\": \\["),
     ],
 )
 def test_check_refuses_forbidden_roles(cluster, task, message):

@@ -4,6 +4,7 @@ import json
 import os
 import socket
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -170,8 +171,8 @@ def test_zero_workers_and_devices_are_refused(wrong, message):
 
 def test_numbers_of_thousands_of_digits():
     """Python takes them for an error of its own."""
-    (environment,) = environments({"PHALANX_RESTART": "9" * 5000}, workers=1, restart=2)
-    assert environment["PHALANX_RESTART"] == "2"
+    with pytest.raises(InvalidArgumentError, match="PHALANX_RESTART='999.*: must be the number of earlier starts"):
+        environments({"PHALANX_RESTART": "9" * 5000})
     with pytest.raises(InvalidArgumentError, match="the environment sets PHALANX_CPU_DEVICES='999"):
         environments({"PHALANX_CPU_DEVICES": "9" * 5000})
 
@@ -197,7 +198,31 @@ def test_script_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(InvalidArgumentError, match=rf"script='train.py': there is no such file in {tmp_path}.\nHINT: "):
         Request("train.py").check_script()
-    Request("train.py", is_module=True).check_script()
+
+
+def test_folder_needs_a_program(tmp_path, monkeypatch):
+    """A folder with __main__.py is one for Python."""
+    monkeypatch.chdir(tmp_path)
+    Path("src").mkdir()
+    with pytest.raises(
+        InvalidArgumentError, match="'src': it is a folder without __main__.py.\nHINT: phalanx run src/tr"
+    ):
+        Request("src").check_script()
+    Path("src", "__main__.py").touch()
+    Request("src").check_script()
+
+
+def test_module_that_is_not_there(tmp_path, monkeypatch):
+    """A module may be installed or lie in the present folder, and is not imported to find out."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("train", "train.loop", ".train", ""):
+        with pytest.raises(
+            InvalidArgumentError, match=rf"-m {name}: Python finds no module '.*' here or in {tmp_path}"
+        ):
+            Request(name, is_module=True).check_script()
+    Path("train.py").write_text("raise AssertionError")
+    for name in ("train", "json.tool"):
+        Request(name, is_module=True).check_script()
 
 
 @pytest.fixture

@@ -195,7 +195,7 @@ def test_doctor_names_a_launcher_without_addresses(phalanx):
     assert done.returncode == 2
     launch = "Open MPI has started 2 processes (OMPI_COMM_WORLD_SIZE), and this is rank 1 (OMPI_COMM_WORLD_RANK)"
     assert done.err.startswith(f"phalanx: {launch}: it does not know the addresses of the others, so each would train")
-    assert "HINT: phalanx.MultiWorkerMirroredStrategy(" in done.err
+    assert "HINT: ./in_cluster.sh python train.py, with these lines in in_cluster.sh: export TF_CONFIG=" in done.err
 
 
 def test_doctor_finds_a_port_in_use(phalanx):
@@ -291,6 +291,87 @@ def test_option_after_the_script_is_recognized(launch):
         f"phalanx: --workers 2 --report comes after {script}, so it is passed to the script and not to phalanx run.",
         f"HINT: phalanx run --workers 2 --report {script} --lr 1",
     ]
+
+
+STEP_OF_SLURM = {
+    "SLURM_JOB_ID": "3",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "0",
+    "SLURM_STEP_NUM_TASKS": "2",
+    "SLURM_STEP_NODELIST": "n[1-2]",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+}
+OF_CLUSTERS = {
+    "TF_CONFIG": ({"TF_CONFIG": config_of("worker", "a:1", "b:1")}, "4:4"),
+    "Slurm": (STEP_OF_SLURM, "4:4"),
+    "pods": ({"PHALANX_NUM_PODS": "3", "JOB_COMPLETION_INDEX": "0", "HOSTNAME": "a-0", "PHALANX_SERVICE": "s"}, "6:6"),
+}
+
+
+@pytest.mark.parametrize(("variables", "workers"), OF_CLUSTERS.values(), ids=OF_CLUSTERS)
+def test_group_of_one_machine_in_a_cluster_warns(phalanx, launch, variables, workers):
+    """Each machine of the cluster would train by itself. The hint is the line that joins them."""
+    script = launch.script("print(len(addresses))")
+    done = phalanx("run", "--workers", "2", script, "--lr", "1", **variables)
+    assert (done.returncode, done.out) == (0, "[worker 0] 2\n[worker 1] 2\n"), done
+    first, hint = done.err.splitlines()
+    assert re.fullmatch(
+        r"phalanx: The environment describes a cluster with \d workers, but .* trains by itself.", first
+    )
+    assert hint == f"HINT: phalanx run --in-cluster --workers {workers} {script} --lr 1"
+
+
+def test_group_of_one_machine_under_mpirun_warns(phalanx, launch):
+    """It has no addresses of the others. With them, no warning is needed: one task is no other one."""
+    script = launch.script("")
+    done = phalanx("run", script, PMI_RANK="1", PMI_SIZE="2")
+    assert done.returncode == 0
+    assert done.err.startswith(
+        "phalanx: MPICH or Intel MPI has started 2 processes (PMI_SIZE), and this is rank 1 (PMI"
+    )
+    assert f"\nHINT: ./in_cluster.sh python {script}, with these lines" in done.err
+    done = phalanx("run", "--in-cluster", "--workers", "1:2", script, PMI_RANK="1", PMI_SIZE="2")
+    assert done.returncode == 2
+    assert ": MPICH or Intel MPI has started 2 processes" in done.err
+    assert f"\nHINT: ./in_cluster.sh python {script}" in done.err
+
+
+@pytest.mark.parametrize(
+    ("variables", "workers"),
+    [
+        ({"TF_CONFIG": config_of("worker", "a:1")}, "1"),
+        ({"PMI_RANK": "0", "PMI_SIZE": "1"}, "1"),
+        ({"SLURM_JOB_ID": "3", "SLURM_NTASKS": "2"}, "2"),  # All tasks of the job, started in its script.
+    ],
+)
+def test_group_that_is_whole_does_not_warn(phalanx, launch, variables, workers):
+    """There are no others."""
+    assert phalanx("run", "--workers", workers, launch.script(""), **variables).err == ""
+
+
+@pytest.mark.parametrize(
+    ("variables", "words"),
+    [
+        (
+            {"PHALANX_START_TIMEOUT_S": "abc"},
+            "PHALANX_START_TIMEOUT_S='abc': must be a number of seconds above 0.\nHINT: ",
+        ),
+        (
+            {"PHALANX_STALL_TIMEOUT_S": "nan"},
+            "PHALANX_STALL_TIMEOUT_S='nan': must be a number of seconds above 0.\nHINT: ",
+        ),
+        ({"PHALANX_RESTART": "foo"}, "PHALANX_RESTART='foo': must be the number of earlier starts.\nHINT: unset"),
+        (
+            {"TF_CONFIG": "foo"},
+            "TF_CONFIG: is not JSON: Expecting value at character 0, near 'foo'.\nHINT: TF_CONFIG='",
+        ),
+    ],
+)
+def test_variables_that_are_wrong(phalanx, launch, variables, words):
+    """Said before anything starts, instead of by each worker, or never."""
+    done = phalanx("run", launch.script("print('started')"), **variables)
+    assert (done.returncode, done.out) == (2, "")
+    assert done.err.startswith(f"phalanx: {words}")
 
 
 def test_malformed_number_of_devices(phalanx, launch):

@@ -191,8 +191,10 @@ def _check_member(spec: ClusterSpec, task: Task) -> None:
         problem = f"the cluster has the jobs {_list(spec.jobs)}." if spec else "the cluster is empty."
         raise ClusterError(f"task {task}", problem, f'"cluster": {{"{task.type}": ["host0:12345"]}}')
     indices = spec.task_indices(task.type)
+    if not indices:
+        raise ClusterError(f"task {task}", f"the job {task.type!r} has no tasks.", f'"{task.type}": ["host0:12345"]')
     if task.index not in indices:
-        first = f'"task": {{"type": "{task.type}", "index": {indices[0] if indices else 0}}}'
+        first = f'"task": {{"type": "{task.type}", "index": {indices[0]}}}'
         raise ClusterError(f"task {task}", f"the indices of {task.type!r} are {_list(indices)}.", first)
 
 

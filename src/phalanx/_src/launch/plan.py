@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Plans the processes that `phalanx run` starts. All functions are pure except `Machine.this`."""
 
+import importlib.util
 import os
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Self
 
@@ -130,9 +132,17 @@ class Request:
         """Checks that the script exists and can be read, so that the launcher reports it once instead of every worker.
 
         Raises:
-          InvalidArgumentError: the file does not exist or cannot be read.
+          InvalidArgumentError: the file or the module does not exist, or cannot be read.
         """
         if self.is_module:
+            # Only the first part: to find the others, Python would have to import it.
+            name = self.target.partition(".")[0]
+            if not name or (importlib.util.find_spec(name) or PathFinder.find_spec(name, [os.getcwd()])) is None:
+                raise InvalidArgumentError(
+                    f"-m {self.target}",
+                    f"Python finds no module {name!r} here or in {Path.cwd()}.",
+                    "phalanx run train.py, or the name of an installed module",
+                )
             return
         if not os.path.exists(self.target):
             raise InvalidArgumentError(
@@ -141,6 +151,12 @@ class Request:
         if not os.access(self.target, os.R_OK):
             raise InvalidArgumentError(
                 f"script={self.target!r}", "this user may not read it.", f"chmod u+r {self.target}"
+            )
+        if os.path.isdir(self.target) and not os.path.exists(os.path.join(self.target, "__main__.py")):
+            raise InvalidArgumentError(
+                f"script={self.target!r}",
+                "it is a folder without __main__.py.",
+                f"phalanx run {os.path.join(self.target, 'train.py')}",
             )
 
 
@@ -208,7 +224,7 @@ def plan(
       restart: how often the group was started before.
 
     Raises:
-      InvalidArgumentError: the machine has too few GPUs, or the environment sets another number of devices.
+      InvalidArgumentError: the machine has too few GPUs, the environment sets another number of devices, or PHALANX_RESTART is not a number.
 
     Example:
       >>> first, second = plan(Request("train.py", workers=2), Machine(cores=8), {}, [4001, 4002])
@@ -217,8 +233,7 @@ def plan(
       >>> print(second.environment["TF_CONFIG"])
       {"cluster": {"worker": ["127.0.0.1:4001", "127.0.0.1:4002"]}, "task": {"type": "worker", "index": 1}}
     """
-    earlier = environment.get("PHALANX_RESTART", "")
-    restart += int(earlier) if arguments.is_number(earlier) else 0
+    restart += _earlier_restarts(environment)
     hosts = hosts or [LOOPBACK] * len(ports)
     spec = ClusterSpec({JOB: [f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)]})
     devices = _device_settings(request, machine, environment)
@@ -250,6 +265,16 @@ def free_ports(count: int) -> list[int]:
     """Returns `count` distinct ports of this machine that are free at the moment. Prefer `held_ports`: nobody can take those."""
     with ExitStack() as stack:
         return [stack.enter_context(held).port for held in held_ports(count)]
+
+
+def _earlier_restarts(environment: Mapping[str, str]) -> int:
+    """Returns how often a scheduler has started the launcher before."""
+    text = environment.get("PHALANX_RESTART") or "0"
+    if not arguments.is_number(text):
+        raise InvalidArgumentError(
+            f"PHALANX_RESTART={text!r:.80}", "must be the number of earlier starts.", "unset PHALANX_RESTART"
+        )
+    return int(text)
 
 
 def _readable_output() -> dict[str, str]:

@@ -20,7 +20,7 @@ from phalanx._src.cluster.connections.hosts import bypass_proxies
 from phalanx._src.cluster.connections.ports import raise_limit_of_descriptors
 from phalanx._src.cluster.connections.rollcall import Roll, call_roll
 from phalanx._src.cluster.connections.secret import secret_of
-from phalanx._src.cluster.resolvers.base import ClusterResolver, seconds_of, start_timeout_s
+from phalanx._src.cluster.resolvers.base import ClusterResolver, stall_limit_s, start_timeout_s
 from phalanx._src.cluster.resolvers.environment import resolver_of_environment
 from phalanx._src.cluster.resolvers.launchers import lone_task
 from phalanx._src.cluster.resolvers.slurm import SlurmClusterResolver, step_of
@@ -55,6 +55,8 @@ def start(resolver: ClusterResolver, timeout_s: float | None = None, stall_timeo
       InvalidArgumentError: an environment variable holds an invalid time.
       StartupError: a process is missing, or JAX has already used its devices.
     """
+    # In a process without a cluster too: a wrong time is found before the script runs in one.
+    timeout_s, stall_timeout_s = timeout_s or start_timeout_s(os.environ), stall_timeout_s or stall_limit_s(os.environ)
     member = membership.own()
     if member is not None:
         # Before this process compiles anything, which one that joins a running training does alone.
@@ -78,8 +80,6 @@ def start(resolver: ClusterResolver, timeout_s: float | None = None, stall_timeo
         return
     if len(addresses) == 1:
         return
-    timeout_s = timeout_s or start_timeout_s(os.environ)
-    stall_timeout_s = stall_timeout_s or _stall_timeout_s()
     secret = secret_of(addresses)
     raise_limit_of_descriptors()
     with call_roll(
@@ -109,7 +109,7 @@ def enter(generation: Generation, stall_timeout_s: float | None = None) -> None:
         addresses, rank, about=about, versions=_versions(), secret=secret_of(addresses), timeout_s=_MEETING_S
     ) as roll:
         lines = roll.lines
-    watchdog = watch.start(addresses, rank, lines, stall_timeout_s or _stall_timeout_s(), _outlive)
+    watchdog = watch.start(addresses, rank, lines, stall_timeout_s or stall_limit_s(os.environ), _outlive)
     member.changed = watchdog.change_point.request
     _set_up_jax()
     bypass_proxies([generation.service])
@@ -230,10 +230,6 @@ def _versions() -> dict[str, str]:
         "JAX": jax.__version__,
         "Python": f"{sys.version_info.major}.{sys.version_info.minor}",
     }
-
-
-def _stall_timeout_s() -> float:
-    return seconds_of(os.environ, "PHALANX_STALL_TIMEOUT_S", watch.STALL_TIMEOUT_S)
 
 
 def _own_task(resolver: ClusterResolver) -> Task:

@@ -9,8 +9,10 @@ from typing import Any
 
 import click
 
+from phalanx._src.cluster.resolvers.base import stall_limit_s, start_timeout_s
 from phalanx._src.cluster.resolvers.environment import resolver_of_environment
-from phalanx._src.cluster.spec import Task
+from phalanx._src.cluster.resolvers.launchers import LoneTask, lone_task
+from phalanx._src.cluster.spec import Task, addresses_of_workers
 from phalanx._src.cluster.watch.pace import REPORT
 from phalanx._src.cluster.watch.profiles import PROFILE, Span, clear, merge
 from phalanx._src.launch.evaluator import Patience
@@ -143,7 +145,11 @@ def run(
             )
         # Before anything starts: otherwise each worker would fail by itself, and be started again.
         request.check_script()
+        for limit_s in (start_timeout_s, stall_limit_s):
+            limit_s(os.environ)
         warn_of_misplaced(request)
+        if not (in_cluster or ray):
+            _warn_of_cluster(request)
         # On several machines all launchers need the same secret, which only the user can give them.
         environment = dict(os.environ) if in_cluster else environment_of_processes()
         if report:
@@ -199,10 +205,39 @@ def _machines(request: Request) -> Machines:
     resolver = resolver_of_environment(os.environ)
     spec = resolver.cluster_spec() if resolver else None
     if resolver is None or not spec or resolver.task_type is None or resolver.task_id is None:
+        lone = lone_task(os.environ)
         raise InvalidArgumentError(
-            "--in-cluster", "nothing here describes a cluster.", "srun phalanx run --in-cluster ..."
+            "--in-cluster",
+            f"{lone.launch}, but nothing here has the addresses of the others."
+            if lone
+            else "nothing here describes a cluster.",
+            _hint_of(lone, request) if lone else "srun phalanx run --in-cluster ...",
         )
     return Machines.of(spec, Task(resolver.task_type, resolver.task_id))
+
+
+def _warn_of_cluster(request: Request) -> None:
+    """Warns if the environment describes processes on other machines, which a group of this machine does not join."""
+    resolver = resolver_of_environment(os.environ)
+    spec = resolver.cluster_spec() if resolver else None
+    count = len(addresses_of_workers(spec)) if spec else 1
+    command = [*(["-m"] if request.is_module else []), request.target, *request.arguments]
+    if count > 1:
+        least = f"{request.least_workers or request.workers * count}:{request.workers * count}"
+        what = f"The environment describes a cluster with {count} workers"
+        hint = shlex.join(["phalanx", "run", "--in-cluster", "--workers", least, *command])
+    elif resolver is None and (lone := lone_task(os.environ, num_started=request.workers)):
+        what, hint = lone.launch, _hint_of(lone, request)
+    else:
+        return
+    click.echo(
+        f"phalanx: {what}, but this command starts a group on this machine alone, which trains by itself.\nHINT: {hint}",
+        err=True,
+    )
+
+
+def _hint_of(lone: LoneTask, request: Request) -> str:
+    return lone.hint.replace("python train.py", shlex.join(request.command("python")))
 
 
 def _require_no_evaluator(request: Request, template: str) -> None:

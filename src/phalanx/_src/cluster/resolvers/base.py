@@ -19,7 +19,7 @@ from phalanx.errors import (
     shown,
 )
 
-_START_TIMEOUT_S = 300.0
+_START_TIMEOUT_S, _STALL_TIMEOUT_S = 300.0, 600.0
 _METADATA_TIMEOUT_S = 5.0
 
 
@@ -178,10 +178,19 @@ def start_timeout_s(environ: Mapping[str, str]) -> float:
     Raises:
       InvalidArgumentError: PHALANX_START_TIMEOUT_S is not such a time.
     """
-    return seconds_of(environ, "PHALANX_START_TIMEOUT_S", _START_TIMEOUT_S)
+    return _seconds_of(environ, "PHALANX_START_TIMEOUT_S", _START_TIMEOUT_S)
 
 
-def seconds_of(environ: Mapping[str, str], name: str, default: float) -> float:
+def stall_limit_s(environ: Mapping[str, str]) -> float:
+    """Returns the time without progress in any process, in seconds, after which a waiting cluster counts as stalled.
+
+    Raises:
+      InvalidArgumentError: PHALANX_STALL_TIMEOUT_S is not such a time.
+    """
+    return _seconds_of(environ, "PHALANX_STALL_TIMEOUT_S", _STALL_TIMEOUT_S)
+
+
+def _seconds_of(environ: Mapping[str, str], name: str, default: float) -> float:
     """Returns the value of an environment variable that holds a time in seconds.
 
     Args:

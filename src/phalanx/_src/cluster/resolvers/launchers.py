@@ -27,8 +27,12 @@ class LoneTask:
     hint: str
 
 
-def lone_task(environ: Mapping[str, str]) -> LoneTask | None:
+def lone_task(environ: Mapping[str, str], *, num_started: int = 1) -> LoneTask | None:
     """Returns the rank of this process in its launcher, if the environment does not describe a cluster but tells of other processes.
+
+    Args:
+      environ: the environment.
+      num_started: how many tasks of a Slurm job this process is, or starts itself.
 
     Example:
       >>> print(lone_task({"PMI_RANK": "1", "PMI_SIZE": "2"}).launch)
@@ -37,16 +41,16 @@ def lone_task(environ: Mapping[str, str]) -> LoneTask | None:
       True
     """
     for name, (rank, size) in _LAUNCHERS.items():
-        if environ.get(rank) and _is_several(environ.get(size)):
+        if environ.get(rank) and _number(environ.get(size)) > 1:
             addresses = '["host0:12345", "host1:12345"]' if environ[size] == "2" else '["host0:12345", ...]'
-            spec = f'phalanx.cluster_resolver.ClusterSpec({{"worker": {addresses}}})'
-            resolver = f'phalanx.cluster_resolver.SimpleClusterResolver({spec}, task_type="worker", task_id=int(os.environ["{rank}"]))'
+            task = f'{{"type": "worker", "index": \'${rank}\'}}'
+            variable = f'export TF_CONFIG=\'{{"cluster": {{"worker": {addresses}}}, "task": {task}}}\''
             return LoneTask(
                 f"{name} has started {environ[size]} processes ({size}), and this is rank {environ[rank]} ({rank})",
-                f"phalanx.MultiWorkerMirroredStrategy({resolver})",
+                f'./in_cluster.sh python train.py, with these lines in in_cluster.sh: {variable}; exec "$@"',
             )
     # Last: what `mpirun` starts in a script of sbatch has these variables too. Callers have found no step of srun.
-    if environ.get("SLURM_JOB_ID") and _is_several(environ.get("SLURM_NTASKS")):
+    if environ.get("SLURM_JOB_ID") and _number(environ.get("SLURM_NTASKS")) > num_started:
         return LoneTask(
             f"The Slurm job has {environ['SLURM_NTASKS']} tasks (SLURM_NTASKS), and srun has not started this process",
             "srun python train.py",
@@ -54,5 +58,5 @@ def lone_task(environ: Mapping[str, str]) -> LoneTask | None:
     return None
 
 
-def _is_several(size: str | None) -> bool:
-    return size is not None and arguments.is_number(size) and int(size) > 1
+def _number(text: str | None) -> int:
+    return int(text) if text and arguments.is_number(text) else 0

@@ -219,7 +219,8 @@ def judge_progress(members: Sequence[Member], now_s: float, stall_s: float) -> V
         return Verdict(f"{terminated_members[0].name} {SIGTERM} after step {terminated_members[0].step}", is_loss=True)
     if (left := [m for m in behind if m.has_left]) and still_s > min(_LEFT_S, stall_s):
         text = f"{left[0].name} finished its program after step {left[0].step}; {waited}"
-        return Verdict(text, hint=_SAME_STEPS, still=tuple(m.name for m in left))
+        hint = f"no sys.exit() on one worker alone; {_SAME_STEPS}"
+        return Verdict(text, hint=hint, still=tuple(m.name for m in left))
     # The progress of a silent process since its last message is unknown, so it must be reported as silent.
     known_s = min([now_s, *(m.told_s for m in members if not m.has_left)])
     if known_s - moved_s <= stall_s:

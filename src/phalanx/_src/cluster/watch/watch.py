@@ -30,12 +30,6 @@ from phalanx._src.cluster.watch.reporting import Connections, Operations, Report
 from phalanx._src.cluster.watch.sync_point import PointMessage, SyncPoint
 from phalanx._src.cluster.watch.verdict import Members, Verdict, silence_s
 
-STALL_TIMEOUT_S = 600.0
-"""Default time without progress in any process, in seconds, after which a waiting cluster counts as stalled.
-
-The caller or PHALANX_STALL_TIMEOUT_S can override it.
-"""
-
 _TICK_S = 1.0
 _JUDGE_S = 0.1
 _SAVE_S = 0.02
