@@ -284,7 +284,6 @@ class _Run:
         # Keras's trainer weights means correctly. Without an optimizer a mean over rows is not a mistake.
         if num_replicas > 1 and not context.current().averaging and (discovery.optimizers or discovery.updates):
             first = len(discovery.inputs)
-            slips.warn_of_whole_batch(discovery.jaxpr, num_replicas, self._call.sharded, self._call.whole)
             slips.warn_of_mean(discovery.jaxpr, num_replicas, slice(first, first + num_batches))
 
     def _trace_replica(

@@ -46,7 +46,6 @@ def trace_program(
     if made:
         raise DiscoveryMismatch(made[0])
     slips.warn_of_random_numbers(random_states)
-    slips.warn_of_constant_keys(discovery.jaxpr)
     return replace(discovery, eager=eager, runs=[replace(run, eager=eager) for run in discovery.runs])
 
 

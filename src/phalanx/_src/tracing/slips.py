@@ -4,10 +4,9 @@
 A false alarm is worse than a missed mistake, so each check stays silent in cases of doubt.
 """
 
-import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,6 @@ from jax.extend import core as jex
 
 from phalanx._src.tracing import markers
 from phalanx.errors import warn_of_slip
-
-_CALLS = (*markers.CALLS, "custom_jvp_call", "custom_vjp_call", "shard_map")
 
 
 def random_states() -> tuple[Any, ...]:
@@ -37,84 +34,6 @@ def warn_of_random_numbers(before: tuple[Any, ...]) -> None:
             "every step uses this number on all replicas.",
             "keras.random.normal(shape, seed=keras.random.SeedGenerator()), or draw it outside the step and pass it in args",
         )
-
-
-def warn_of_constant_keys(closed: jex.ClosedJaxpr) -> None:
-    """Warns if a program draws random numbers from a constant key, which gives the same numbers at every step."""
-    jaxpr = closed.jaxpr
-    # Most programs draw no random numbers, so the cheap test comes first.
-    if _has_primitive(jaxpr, "random_bits") and _draws_from_constant(jaxpr, [True] * len(jaxpr.invars)):
-        warn_of_slip(
-            "A step draws random numbers from a key that is a constant of its program, so it draws the same numbers at every "
-            "step.",
-            "keras.random.normal(shape, seed=keras.random.SeedGenerator()); or pass the key in args; or fold the number of the "
-            "step into the key with jax.random.fold_in",
-        )
-
-
-def _has_primitive(jaxpr: jex.Jaxpr, name: str) -> bool:
-    """Returns whether `jaxpr`, or a jaxpr inside it, has an equation of this primitive."""
-    return any(
-        eqn.primitive.name == name or any(_has_primitive(inner, name) for inner in jex.jaxprs_in_params(eqn.params))
-        for eqn in jaxpr.eqns
-    )
-
-
-def _uses_replica_id(jaxpr: jex.Jaxpr) -> bool:
-    """Returns whether the trace of a replica computes anything from the replica's number."""
-    # Every trace has an `axis_index` equation for the replica context. What counts is whether its output is used.
-    read = itertools.chain(jaxpr.outvars, *(eqn.invars for eqn in jaxpr.eqns))
-    used = {v for v in read if isinstance(v, jex.Var)}
-    return any(
-        (eqn.primitive.name == "axis_index" and eqn.outvars[0] in used)
-        or any(map(_uses_replica_id, jex.jaxprs_in_params(eqn.params)))
-        for eqn in jaxpr.eqns
-    )
-
-
-def _draws_from_constant(jaxpr: jex.Jaxpr, varies: Sequence[bool]) -> bool:
-    """Returns whether a jaxpr draws random numbers from a constant key.
-
-    Args:
-      jaxpr: the jaxpr.
-      varies: per input of the jaxpr, whether it may differ between steps or replicas.
-    """
-    varying = {v for v, is_varying in zip(jaxpr.invars, varies, strict=True) if is_varying}
-    for eqn in jaxpr.eqns:
-        ins = [isinstance(v, jex.Var) and v in varying for v in eqn.invars]
-        if eqn.primitive.name == "random_bits" and not ins[0]:
-            return True
-        inner = list(jex.jaxprs_in_params(eqn.params))
-        if eqn.primitive.name in _CALLS and len(inner) == 1 and len(inner[0].invars) == len(ins):
-            if _draws_from_constant(inner[0], ins):
-                return True
-            varying.update(eqn.outvars)
-        # An equation without inputs, such as a callback, may return something else at each step. So may a loop or a branch.
-        elif any(ins) or eqn.primitive.name == "axis_index" or inner or not eqn.invars:
-            varying.update(eqn.outvars)
-    return False
-
-
-def warn_of_whole_batch(
-    closed: jex.ClosedJaxpr, num_replicas: int, per_replica: Sequence[Any], replicated: Sequence[Any]
-) -> None:
-    """Warns if all replicas train on the same rows.
-
-    Args:
-      closed: the trace of one replica.
-      num_replicas: number of replicas.
-      per_replica: arguments with one component per replica.
-      replicated: arguments that are equal on all replicas.
-    """
-    # Scalars and vectors are rarely batches, so they give no warning.
-    shapes = [x.shape for x in replicated if np.ndim(x) > 1]
-    if per_replica or not shapes or _uses_replica_id(closed.jaxpr):
-        return
-    warn_of_slip(
-        f"A step trains on an array {list(shapes[0])} that was passed to run without distribution. Each of the {num_replicas} "
-        "replicas computes the same gradients, from all rows.",
-        "for batch in strategy.experimental_distribute_dataset((x, y), batch_size=64): strategy.run(step, args=(batch,))",
-    )
 
 
 def warn_of_mean(closed: jex.ClosedJaxpr, num_replicas: int, batches: slice) -> None:
