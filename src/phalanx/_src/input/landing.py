@@ -191,8 +191,8 @@ def write(out: np.ndarray, leaves: Sequence[PyTree], counts: Sequence[int]) -> N
     elif len(leaves) > 1:
         _write_parts(out, leaves)
     elif leaf.shape[0] == out.shape[0] * places and (out.flags.c_contiguous or not isinstance(leaf, ChosenRows)):
-        if isinstance(leaf, ChosenRows):
-            leaf.write(out.reshape(leaf.shape))
+        if out.flags.c_contiguous:
+            copy(out.reshape(leaf.shape), leaf)
         else:
             for row, rows in zip(out, np.asarray(leaf).reshape(out.shape), strict=True):
                 copy(row, rows)

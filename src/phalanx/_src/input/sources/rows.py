@@ -2,7 +2,7 @@
 """Rows of an array that were chosen and not yet read, so that they are written once, to where they are needed."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import final
@@ -76,9 +76,9 @@ class ChosenRows:
         # `take` copies an array that is not contiguous as a whole, and casts in a copy. With mode="raise" it writes to a copy
         # of `out` first.
         if isinstance(index, np.ndarray) and array.flags.c_contiguous and out.dtype == array.dtype:
-            _in_halves(out, lambda part: np.take(array, index[part], axis=0, out=out[part], mode="clip"))
+            np.take(array, index, axis=0, out=out, mode="clip")
         else:
-            copy(out, array[index])
+            out[...] = array[index]
 
 
 def read(leaf: PyTree) -> PyTree:
@@ -99,30 +99,19 @@ def joined(leaves: Sequence[PyTree]) -> PyTree | None:
     return ChosenRows(first.array, slice(first.index.start, leaves[-1].index.stop), first.dtype) if follows else None
 
 
-def copy(out: np.ndarray, leaf: PyTree) -> None:
-    """Writes a leaf of a batch into an array of the host."""
-    if isinstance(leaf, ChosenRows):
+def copy(out: np.ndarray, leaf: PyTree, *, is_half: bool = False) -> None:
+    """Writes a leaf of a batch into an array of the host. Halves of a large one in two threads: one core does not use the bandwidth of the memory."""
+    if out.nbytes >= _LARGE_BYTES and len(out) > 1 and not is_half:
+        middle = len(out) // 2
+        # A thread that lived on would be missing in a process that is forked.
+        with ThreadPoolExecutor(1) as thread:
+            half = thread.submit(copy, out[middle:], leaf[middle:], is_half=True)
+            copy(out[:middle], leaf[:middle], is_half=True)
+        half.result()
+    elif isinstance(leaf, ChosenRows):
         leaf.write(out)
-        return
-    rows = np.asarray(leaf)
-
-    def write(part: PyTree) -> None:
-        out[part] = rows[part]
-
-    _in_halves(out, write)
-
-
-def _in_halves(out: np.ndarray, write: Callable[[PyTree], object]) -> None:
-    """Calls `write` for an array, or for the halves of a large one in two threads: one core does not use the bandwidth of the memory."""
-    if out.nbytes < _LARGE_BYTES or len(out) == 1:
-        write(...)
-        return
-    middle = len(out) // 2
-    # A thread that lived on would be missing in a process that is forked.
-    with ThreadPoolExecutor(1) as thread:
-        half = thread.submit(write, slice(middle, None))
-        write(slice(middle))
-    half.result()
+    else:
+        out[...] = leaf
 
 
 def owned(leaf: PyTree, pool: Pool) -> PyTree:
