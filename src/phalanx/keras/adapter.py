@@ -47,10 +47,24 @@ def adapter_of(x: PyTree, steps: int | None, data: dict[str, PyTree]) -> PyTree:
         return compat.data_adapter(x=x, steps_per_epoch=steps, **data)
     except (AttributeError, IndexError, ValueError):
         # Keras has begun to read a dataset of Grain, and its own errors do not name a batch without arrays.
-        is_read_again = isinstance(x, Iterable) and not isinstance(x, Iterator)
+        is_read_again = isinstance(x, Iterable) and not isinstance(x, Iterator) and not hasattr(x, "shape")
         if is_read_again and not jax.tree.leaves(batch := next(iter(x), None)):
             raise no_array("a batch", batch) from None
+        if _is_dataset(x):
+            raise InputError(
+                f"x={shown(x)} in fit, evaluate or predict",
+                "Keras reads no data of this kind.",
+                "x=strategy.experimental_distribute_dataset(x), with batch_size=64 if x has single rows",
+            ) from None
         raise
+
+
+def _is_dataset(x: PyTree) -> bool:
+    """Whether `experimental_distribute_dataset` may read data that Keras does not: batches, rows, or a function that returns an iterator."""
+    if isinstance(x, (list, tuple)):
+        return bool(x) and all(isinstance(batch, tuple) for batch in x)
+    has_items = all(hasattr(x, name) for name in ("__len__", "__getitem__"))
+    return callable(x) or (has_items and not isinstance(x, (dict, str, bytes)) and not hasattr(x, "shape"))
 
 
 @final

@@ -139,6 +139,35 @@ def test_grain_batches_without_arrays_are_refused(strategy, batch):
         under(strategy, compiled()).predict(dataset, verbose=0)
 
 
+class Rows:
+    """Rows by index, which Keras does not read."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, index):
+        return X[index], Y[index]
+
+
+@pytest.mark.parametrize(
+    ("data", "options"),
+    [
+        ([(X[:4], Y[:4]), (X[:3], Y[:3])], {}),
+        (lambda: iter([(X[:4], Y[:4])] * 3), {}),
+        (Rows(), {"batch_size": 4}),
+    ],
+    ids=["list of batches", "function", "rows"],
+)
+def test_data_that_must_be_distributed_first(strategy, data, options):
+    """The hint is what trains."""
+    model = under(strategy, compiled(lambda: keras.Sequential([keras.layers.Dense(Y.shape[-1])])))
+    with pytest.raises(
+        InputError, match=r"Keras reads no data of this kind.\nHINT: x=strategy.experimental_distribute_d"
+    ):
+        model.fit(data, verbose=0)
+    model.fit(strategy.experimental_distribute_dataset(data, **options), verbose=0)
+
+
 def test_targets_are_missing(strategy):
     """Without them a loss has nothing to compare with, in the first step and before the model is built."""
     for make in (compiled(), compiled(lambda: keras.Sequential([keras.layers.Dense(3)]))):

@@ -65,6 +65,14 @@ def test_program_that_configures_logging(monkeypatch, capsys, caplog):
     assert caplog.record_tuples == [("phalanx", logging.INFO, "2 replicas on cpu:0, cpu:1")]
 
 
+def test_library_that_adds_a_handler(monkeypatch, capsys, caplog):
+    """As Grain does, without a level at which the handler shows what is no warning."""
+    monkeypatch.setattr(logging.root, "handlers", [caplog.handler])
+    monkeypatch.setattr(logging.root, "level", logging.WARNING)
+    enter(phalanx.MirroredStrategy(DEVICES))
+    assert (capsys.readouterr().err, caplog.record_tuples) == (LINE, [])
+
+
 @pytest.mark.parametrize(("index", "line"), [(0, LINE), (1, "")])
 def test_only_the_chief_of_a_cluster_tells(capsys, monkeypatch, index, line):
     """Other workers would repeat it."""

@@ -342,7 +342,7 @@ def _require_targets(model: keras.Model, y: PyTree) -> None:
         raise InvalidArgumentError(
             f"fit, evaluate or a step of {type(model).__name__} on data without targets",
             "the loss that compile got compares the outputs with targets.",
-            "fit(x, y), or a dataset of pairs (x, y); compile(optimizer) without a loss if layers add their losses",
+            "fit(x, y), or a dataset of pairs (x, y), such as strategy.experimental_distribute_dataset(batches); compile(optimizer) without a loss if layers add their losses",
         )
 
 

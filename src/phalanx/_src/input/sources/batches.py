@@ -154,7 +154,7 @@ class BatchStream(AbstractSource):
             raise InputError(
                 f"set_state({shown(position, 100)})",
                 f"the dataset rejected the position: {e}",
-                "a state that get_state of the same data returned",
+                "a state that get_state of the same data returned; of Grain's DataLoader, a source with a __repr__ that is always the same",
             ) from e
 
 
