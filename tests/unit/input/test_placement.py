@@ -1,5 +1,7 @@
 """Batches on the devices: the rows of each replica, and no others."""
 
+import functools
+
 import jax
 import keras
 import numpy as np
@@ -12,6 +14,7 @@ from phalanx._src.input.landing import Landing
 from phalanx._src.input.placement import Placement
 from phalanx._src.input.sources.adapt import source_of
 from phalanx._src.input.sources.base import Owner, Piece
+from phalanx._src.mesh import arrays
 from phalanx._src.mesh.memory import Pool
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.mesh.values import ComponentSizes
@@ -221,6 +224,33 @@ def test_values_from_function(strategy):
     assert [int(v) for v in value["a"].values] == [0, 2]
     assert value["b"][0].values == (None, None)
     assert value["b"][1].data.shape == (2, 2)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_values_keep_the_numbers_that_the_function_returned(replicas):
+    """It may fill one array for each replica and each call. A CPU device would share the memory of an aligned array."""
+    strategy, buffer = phalanx.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]), arrays.empty((1000,), "float32")
+
+    def filled(call, c):
+        buffer[:] = 10 * call + c.replica_id_in_sync_group
+        return buffer
+
+    functions = [functools.partial(filled, call) for call in range(3)]
+    values = list(map(strategy.experimental_distribute_values_from_function, functions))
+    parts = [[float(x[-1]) for x in strategy.experimental_local_results(value)] for value in values]
+    assert parts == [[10 * call + i for i in range(replicas)] for call in range(3)]
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_replicated_and_reduced_arrays_do_not_change_with_the_caller(replicas):
+    """Nor do they share its memory."""
+    strategy, buffer = phalanx.MirroredStrategy([f"cpu:{i}" for i in range(replicas)]), arrays.empty((1000,), "float32")
+    buffer[:] = 1
+    replicated, reduced = strategy.replicate({"w": buffer}), strategy.reduce("MEAN", buffer, axis=None)
+    buffer[:] = 9
+    sums = strategy.run(lambda tree: tree["w"].sum(), args=(replicated,))
+    assert [float(x) for x in strategy.experimental_local_results(sums)] == [1000] * replicas
+    assert float(reduced[-1]) == 1
 
 
 def test_values_from_function_with_one_replica():

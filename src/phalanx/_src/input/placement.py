@@ -17,7 +17,7 @@ from phalanx._src.input.landing import Landed, Landing, columns_of, write
 from phalanx._src.input.shard import InputWorker
 from phalanx._src.input.sources.base import Owner
 from phalanx._src.input.sources.rows import read
-from phalanx._src.mesh.arrays import as_number, is_array, map_named
+from phalanx._src.mesh.arrays import as_number, copied, is_array, map_named
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.mesh.values import ComponentSizes, PerReplica, flatten, is_distributed
 from phalanx._src.runtime.settings import settings
@@ -113,7 +113,7 @@ def components(value: Any) -> Any:
                 f"it returned a {type(leaf).__name__}, but must return the value of a single replica.",
                 "strategy.experimental_local_results(value)[context.replica_id_in_sync_group]",
             )
-    return map_named(_number_or_object, value, "value_fn's result", is_leaf=_is_none)
+    return map_named(_kept, value, "value_fn's result", is_leaf=_is_none)
 
 
 def distribute_values(values: Sequence[Any], topology: Topology) -> PyTree:
@@ -141,9 +141,10 @@ def _is_none(value: object) -> bool:
     return value is None
 
 
-def _number_or_object(value: Any, name: str) -> Any:
+def _kept(value: Any, name: str) -> Any:
+    """Returns a leaf as it is now: the next call of the function may write into the same array."""
     number = as_number(value, name)
-    return value if number is None else number
+    return copied(value if number is None else number)
 
 
 def _stack(parts: Sequence[Any], topology: Topology) -> PerReplica:
@@ -160,7 +161,7 @@ def _stack(parts: Sequence[Any], topology: Topology) -> PerReplica:
     counts = [len(a) if a.ndim else 1 for a in arrays]
     all_counts = topology.exchange(np.array(counts))
     is_equal = bool((all_counts == counts[0]).all())
-    if is_equal and all(isinstance(a, jax.Array) and a.dtype == arrays[0].dtype for a in arrays):
+    if is_equal and all(a.dtype == arrays[0].dtype for a in arrays):
         return PerReplica(topology.join_per_replica(arrays))
     if () in shapes:
         return PerReplica(topology.put_per_replica([np.stack(arrays)])[0])

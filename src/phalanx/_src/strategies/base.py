@@ -19,6 +19,7 @@ from phalanx._src.cluster.resolvers.base import ClusterResolver
 from phalanx._src.collectives import primitives
 from phalanx._src.collectives.cross_device import CrossDeviceOps
 from phalanx._src.input.iterator import DistributedIterator, check_steps
+from phalanx._src.mesh.arrays import copied
 from phalanx._src.mesh.devices import Held, device_name
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.mesh.topology import Topology
@@ -408,7 +409,8 @@ class Strategy(AbstractInputs, AbstractResults):
         context.require_not_running("Strategy.replicate", "place the tree outside the step")
         tree = primitives.checked_arrays(tree)
         with explained():
-            return Mirrored(self.topology.put_replicated(tree))
+            # A CPU device would share the memory of the caller, who may write to it again.
+            return Mirrored(self.topology.put_replicated(jax.tree.map(copied, tree)))
 
     def in_program(self, key: Hashable, fn: Callable[[Any], Any], value: PyTree) -> PyTree:
         """Returns `fn(value)`, computed in the current trace or else in a separate program. In cross-replica context.

@@ -14,7 +14,7 @@ import numpy as np
 from phalanx._src.collectives import primitives
 from phalanx._src.collectives.cross_device import CrossDeviceOps
 from phalanx._src.collectives.dtypes import dtype_of, term
-from phalanx._src.mesh.arrays import over_rows
+from phalanx._src.mesh.arrays import copied, over_rows
 from phalanx._src.mesh.values import ComponentSizes, Mirrored, PerReplica, ReplicaLocal, check_size, differs
 from phalanx._src.options import ReduceOp
 from phalanx.errors import InputError, ReduceOpError, arguments, shown
@@ -217,7 +217,9 @@ def _mean_where_rows(data: jax.Array, has_rows: np.ndarray) -> jax.Array:
 
 
 def _of_one(op: ReduceOp, value: PyTree) -> PyTree:
-    """Returns the reduction of a single value: the value itself, unless the dtypes differ."""
+    """Returns the reduction of a single value: the value itself, unless the dtypes differ or the caller may write to it."""
+    if isinstance(value, np.ndarray):
+        value = jnp.asarray(copied(value))
     array = primitives.to_array(value)
     dtype = dtype_of(op, array.dtype)
     return value if dtype == array.dtype else array.astype(dtype)

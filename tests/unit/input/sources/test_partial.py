@@ -188,3 +188,14 @@ def test_position_of_other_data_is_refused(state):
     """One of rows, and one of more rows than a batch has."""
     with pytest.raises(InputError, match="set_state"):
         open_all(part_of(batches(), Fraction(1, 2)), (1, 1), state=state)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_random_keys_of_several_steps(replicas):
+    """They stay on their device, because NumPy has no dtype for them."""
+    keys = jax.random.split(jax.random.key(0), 8)
+    strategy = phalanx.MirroredStrategy([f"cpu:{i}" for i in range(replicas)])
+    iterator = iter(strategy.experimental_distribute_dataset(keys, batch_size=2))
+    drawn = strategy.run_steps(lambda k: jax.vmap(jax.random.uniform)(k), iterator, 4)
+    rows = np.stack(strategy.experimental_local_results(drawn), axis=1).reshape(8)
+    np.testing.assert_array_equal(rows, jax.vmap(jax.random.uniform)(keys))

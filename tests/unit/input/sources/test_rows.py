@@ -33,6 +33,28 @@ def test_writes_chosen_rows_of_a_large_array(rows, index):
     np.testing.assert_array_equal(out, rows[index])
 
 
+AFTER_MAIN = """
+import threading, time
+import numpy as np
+from phalanx._src.input.sources.rows import copy
+
+def late():
+    while threading.main_thread().is_alive():
+        time.sleep(0.01)
+    out = np.zeros((4, 1 << 20))
+    copy(out, np.ones_like(out))
+    print(out.min())
+
+threading.Thread(target=late).start()
+"""
+
+
+@pytest.mark.slow
+def test_copies_after_the_end_of_the_main_thread(run_python):
+    """Python starts no other thread then."""
+    assert run_python(AFTER_MAIN) == "1.0\n"
+
+
 def test_copies_one_row_of_many_bytes(rows):
     """It has no halves."""
     out = np.full((1, rows.size), -1, "float32")

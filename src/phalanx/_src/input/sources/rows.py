@@ -35,7 +35,9 @@ class ChosenRows:
     __slots__ = ("array", "dtype", "index", "shape")
 
     def __init__(self, array: PyTree, index: slice | np.ndarray, dtype: DTypeLike | None = None) -> None:
-        self.array, self.index, self.dtype = array, index, array.dtype if dtype is None else np.dtype(dtype)
+        # The dtype of random keys is none of NumPy's.
+        is_same = dtype is None or array.dtype == dtype
+        self.array, self.index, self.dtype = array, index, array.dtype if is_same else np.dtype(dtype)
         count = index.stop - index.start if isinstance(index, slice) else len(index)
         self.shape = (count, *array.shape[1:])
 
@@ -105,7 +107,11 @@ def copy(out: np.ndarray, leaf: PyTree, *, is_half: bool = False) -> None:
         middle = len(out) // 2
         # A thread that lived on would be missing in a process that is forked.
         with ThreadPoolExecutor(1) as thread:
-            half = thread.submit(copy, out[middle:], leaf[middle:], is_half=True)
+            try:
+                half = thread.submit(copy, out[middle:], leaf[middle:], is_half=True)
+            except RuntimeError:  # The main thread has ended, and Python starts no other one.
+                copy(out, leaf, is_half=True)
+                return
             copy(out[:middle], leaf[:middle], is_half=True)
         half.result()
     elif isinstance(leaf, ChosenRows):
