@@ -225,6 +225,32 @@ def test_module_that_is_not_there(tmp_path, monkeypatch):
         Request(name, is_module=True).check_script()
 
 
+def test_script_that_workers_cannot_read(tmp_path, monkeypatch):
+    """A pipe has one reader, and workers have another input."""
+    os.mkfifo(tmp_path / "pipe")
+    for name in (f"{tmp_path}/pipe", "/dev/stdin", "/dev/fd/0"):
+        with pytest.raises(
+            InvalidArgumentError, match="it is not a file, from which each worker can.*\nHINT: cat > train"
+        ):
+            Request(name).check_script()
+
+
+def test_folder_that_is_gone(tmp_path, monkeypatch):
+    """Python would fail in each worker."""
+    monkeypatch.chdir(tmp_path)
+    tmp_path.rmdir()
+    with pytest.raises(InvalidArgumentError, match="the current folder: it cannot be used: No such file .*\nHINT: cd"):
+        Request("json.tool", is_module=True).check_script()
+    monkeypatch.chdir("/")
+
+
+def test_member_of_an_elastic_group_may_start_a_group():
+    """Its workers are no members of that one."""
+    (environment,) = environments({"PHALANX_RENDEZVOUS": "a:1", "PHALANX_MEMBER": "1", "HOME": "/x"}, workers=1)
+    assert {"PHALANX_RENDEZVOUS", "PHALANX_MEMBER"} & set(environment) == set()
+    assert environment["HOME"] == "/x"
+
+
 @pytest.fixture
 def ordinary_user():
     """Root may read every file, so root's access is checked as that of another user."""

@@ -1,5 +1,6 @@
 """The command line: in this process, and as a process of its own."""
 
+import errno
 import functools
 import importlib.metadata
 import json
@@ -372,6 +373,43 @@ def test_variables_that_are_wrong(phalanx, launch, variables, words):
     done = phalanx("run", launch.script("print('started')"), **variables)
     assert (done.returncode, done.out) == (2, "")
     assert done.err.startswith(f"phalanx: {words}")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_output_that_cannot_be_written(environment, launch):
+    """Workers have run, so it is not 2. Reports that nobody can read change nothing."""
+    script = launch.script("print('hello')\nsys.exit(7 if restart < 2 else 0)")
+    command = [sys.executable, "-c", START, "run", "--workers", "2", "--max-restarts", "2", script]
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, env=environment, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+        assert (done.returncode, "cannot be written: [Errno 28]" in done.stderr) == (1, True)
+        assert (
+            subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, stderr=full, check=False).returncode
+            == 0
+        )
+
+
+@pytest.mark.parametrize("closed", [0, 1, 2])
+def test_launcher_without_a_standard_stream(environment, launch, closed):
+    """A shell has closed it: `>&-`."""
+    script = launch.script("note(f'done{rank}')")
+    command = [sys.executable, "-c", START, "run", "--workers", "2", script]
+    closing = ["sh", "-c", f'exec "$@" {closed}>&-', "sh", *command]
+    done = subprocess.run(closing, env=environment, capture_output=True, check=False)
+    assert done.returncode == 0
+    assert all((launch.folder / f"done{rank}").exists() for rank in range(2))
+
+
+def test_too_few_open_files_are_said(phalanx, launch, monkeypatch):
+    def ask(self):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(run_tool.ThisNode, "__enter__", ask)
+    done = phalanx("run", launch.script(""))
+    assert (done.returncode, done.err) == (
+        2,
+        "phalanx: Too many open files: this user may not open as many as it needs.\nHINT: ulimit -n 4096\n",
+    )
 
 
 def test_malformed_number_of_devices(phalanx, launch):

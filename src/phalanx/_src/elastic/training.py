@@ -176,6 +176,7 @@ class Training:
           PeerLostError: one of them was lost.
         """
         self._strategy.topology.exchange(np.zeros(1))
+        self._member.finish()
 
     def keep(self) -> None:
         """Copies the variables, so that the steps so far cannot be lost."""

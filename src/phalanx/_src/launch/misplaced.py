@@ -47,9 +47,11 @@ def warning_of(command: str, target: Sequence[str], moved: Sequence[str], remain
       moved: options of the command that stand after the script.
       remaining: arguments of the script.
     """
+    # A script whose name looks like an option.
+    end = ["--"] if target[0].startswith("-") and target[0] != "-m" else []
     return (
         f"phalanx: {shlex.join(moved)} comes after {target[-1]}, so it is passed to the script and not to {command}.\n"
-        f"HINT: {command} {shlex.join([*moved, *target, *remaining])}"
+        f"HINT: {command} {shlex.join([*moved, *end, *target, *remaining])}"
     )
 
 

@@ -153,6 +153,15 @@ class Sink:
             self._waiting.clear()
 
 
+def open_standard_streams() -> None:
+    """Opens /dev/null in place of a standard stream that this process was started without: the next file would get its number."""
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
 def wait(readers: Iterable[int], writers: Iterable[int], *, timeout_s: float) -> set[int]:
     """Returns the file descriptors that are ready. The set may be empty after `timeout_s` seconds."""
     # Not `select`, which takes no descriptors above 1023.

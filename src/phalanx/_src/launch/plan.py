@@ -3,6 +3,7 @@
 
 import importlib.util
 import os
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -14,6 +15,7 @@ from typing import Self
 from phalanx._src.cluster.connections.hosts import LOOPBACK
 from phalanx._src.cluster.connections.ports import held_ports
 from phalanx._src.cluster.spec import MOST_TASKS, ClusterSpec, Task, addresses_of_workers, id_in_cluster, tf_config
+from phalanx._src.cluster.watch import membership
 from phalanx.errors import InvalidArgumentError, arguments
 
 JOB = "worker"
@@ -132,8 +134,12 @@ class Request:
         """Checks that the script exists and can be read, so that the launcher reports it once instead of every worker.
 
         Raises:
-          InvalidArgumentError: the file or the module does not exist, or cannot be read.
+          InvalidArgumentError: the current folder is gone, or the file or the module does not exist, or cannot be read.
         """
+        try:
+            os.getcwd()
+        except OSError as e:
+            raise InvalidArgumentError("the current folder", f"it cannot be used: {e.strerror}.", "cd $HOME") from e
         if self.is_module:
             # Only the first part: to find the others, Python would have to import it.
             name = self.target.partition(".")[0]
@@ -148,15 +154,23 @@ class Request:
             raise InvalidArgumentError(
                 f"script={self.target!r}", f"there is no such file in {Path.cwd()}.", "phalanx run -m package.module"
             )
+        # /dev/stdin may be a file, but workers have another input.
+        is_shared = not self.target.startswith(("/dev/", "/proc/"))
+        if not (is_shared and (os.path.isfile(self.target) or os.path.isdir(self.target))):
+            raise InvalidArgumentError(
+                f"script={self.target!r}",
+                "it is not a file, from which each worker can read the script.",
+                "cat > train.py, and phalanx run train.py",
+            )
         if not os.access(self.target, os.R_OK):
             raise InvalidArgumentError(
-                f"script={self.target!r}", "this user may not read it.", f"chmod u+r {self.target}"
+                f"script={self.target!r}", "this user may not read it.", f"chmod u+r {shlex.quote(self.target)}"
             )
         if os.path.isdir(self.target) and not os.path.exists(os.path.join(self.target, "__main__.py")):
             raise InvalidArgumentError(
                 f"script={self.target!r}",
                 "it is a folder without __main__.py.",
-                f"phalanx run {os.path.join(self.target, 'train.py')}",
+                f"phalanx run {shlex.quote(os.path.join(self.target, 'train.py'))}",
             )
 
 
@@ -234,6 +248,8 @@ def plan(
       {"cluster": {"worker": ["127.0.0.1:4001", "127.0.0.1:4002"]}, "task": {"type": "worker", "index": 1}}
     """
     restart += _earlier_restarts(environment)
+    # A member of an elastic group may start a group.
+    environment = {name: value for name, value in environment.items() if name not in membership.VARIABLES}
     hosts = hosts or [LOOPBACK] * len(ports)
     spec = ClusterSpec({JOB: [f"{host}:{port}" for host, port in zip(hosts, ports, strict=True)]})
     devices = _device_settings(request, machine, environment)

@@ -15,6 +15,11 @@ TICK_S, LONGEST_WAIT_S = 0.05, 1.0
 
 
 @final
+class OutputError(PhalanxError):
+    """The output of processes that have run cannot be written."""
+
+
+@final
 class Relay:
     """The streams of all processes, and where their lines go.
 
@@ -63,13 +68,13 @@ class Relay:
         """Returns the signal that ends the launcher, or None. It is SIGPIPE if nobody reads the output any more.
 
         Raises:
-          PhalanxError: the output could not be written for another reason.
+          OutputError: the output could not be written for another reason.
         """
         error, number = self.sink.error, self.signals.first
         if isinstance(error, BrokenPipeError):
             return number or signal.SIGPIPE
         if error is not None:
-            raise PhalanxError("the output of the workers", f"cannot be written: {error}. They have been ended.")
+            raise OutputError("the output of the workers", f"cannot be written: {error}. They have been ended.")
         return number
 
     def _ready(self, streams: Sequence[Stream], timeout_s: float) -> set[int]:

@@ -56,7 +56,7 @@ def run_group(
 
     Raises:
       StartupError: a process that trains cannot be started.
-      PhalanxError: the output of the processes cannot be written.
+      OutputError: the output of the processes cannot be written.
     """
     with Signals() as signals:
         relay = Relay(signals, sink or Sink(1))
@@ -81,10 +81,13 @@ def run_group(
                             )
                         outcome = _run_once(group, relay, grace_s, word_s)
                     except StartupError as error:
-                        if not restart or least_workers is None:
+                        number = relay.ending_signal()
+                        if number is None and (not restart or least_workers is None):
                             raise
                         # The first machine answered before. A scheduler may have another one.
-                        outcome = Outcome((), relay.ending_signal(), unfinished=f"{error.asked}: {error.found}")
+                        outcome = Outcome(
+                            (), number, unfinished="" if number else f"{error.asked}: {error.found}".rstrip(".")
+                        )
                         is_last = True
                     if text := report(outcome):
                         say(text)
@@ -113,7 +116,7 @@ def _run_once(group: Group, relay: Relay, grace_s: float, word_s: float) -> Outc
 
     Raises:
       StartupError: a process cannot be started. The others have been ended.
-      PhalanxError: the output of the processes cannot be written.
+      OutputError: the output of the processes cannot be written.
     """
     try:
         group.start()

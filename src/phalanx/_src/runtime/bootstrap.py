@@ -366,6 +366,8 @@ class _Termination:
         if not self._is_ours:
             if watchdog:
                 watchdog.leave(is_told=self._has_come())
+            if watchdog and (member := membership.own()):
+                member.finish()
             if membership.is_elastic():
                 coordination.disconnect()
             return

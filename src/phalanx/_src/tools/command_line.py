@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What several commands share: options, errors without a stack, and the environment of the processes that they start."""
 
+import errno
 import math
 import os
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing_extensions import override
 from phalanx._src.cluster.connections.secret import TOKEN, new_token
 from phalanx._src.launch.misplaced import misplaced, warning_of
 from phalanx._src.launch.plan import Request
+from phalanx._src.launch.relay import OutputError
 from phalanx.errors import PhalanxError
 
 IS_MODULE = click.option(
@@ -49,7 +51,6 @@ class Text(click.ParamType):
         return value
 
 
-@final
 class _Refused(click.ClickException):
     """Shows a Phalanx error without a stack trace."""
 
@@ -60,13 +61,24 @@ class _Refused(click.ClickException):
         click.echo(f"phalanx: {self.message}", err=True)
 
 
+@final
+class _Failed(_Refused):
+    """The same, after processes have run."""
+
+    exit_code = 1
+
+
 @contextmanager
 def errors_without_stack() -> Iterator[None]:
-    """Ends the command with exit code 2 and the message of a Phalanx error."""
+    """Ends the command with the message of a Phalanx error, and exit code 2; with 1 if processes have run."""
     try:
         yield
     except PhalanxError as e:
-        raise _Refused(str(e)) from e
+        raise (_Failed if isinstance(e, OutputError) else _Refused)(str(e)) from e
+    except OSError as e:
+        if e.errno not in (errno.EMFILE, errno.ENFILE):
+            raise
+        raise _Refused(f"{e.strerror}: this user may not open as many as it needs.\nHINT: ulimit -n 4096") from e
 
 
 def warn_of_misplaced(request: Request) -> None:

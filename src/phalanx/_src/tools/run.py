@@ -17,6 +17,7 @@ from phalanx._src.cluster.watch.pace import REPORT
 from phalanx._src.cluster.watch.profiles import PROFILE, Span, clear, merge
 from phalanx._src.launch.evaluator import Patience
 from phalanx._src.launch.nodes import AbstractNodes, ThisNode
+from phalanx._src.launch.output import open_standard_streams
 from phalanx._src.launch.plan import ALONE, Machines, Request
 from phalanx._src.launch.ray_nodes import RayNodes
 from phalanx._src.launch.supervise import run_group
@@ -124,6 +125,7 @@ def run(
              `phalanx run` was: 130 Ctrl-C, 137 out of memory, 143 SIGTERM
       other  that of the worker that failed first: 1 for an exception
     """
+    open_standard_streams()
     with errors_without_stack():
         least, most = _numbers_of(workers)
         request = Request(workers=most, least_workers=least, **options)
@@ -171,8 +173,7 @@ def run(
                 start=nodes.start,
                 grace_s=grace_seconds,
                 patience=Patience(evaluator_grace_seconds),
-                # To stderr: stdout has what the workers print.
-                say=lambda text: click.echo(text, err=True),
+                say=_say,
             )
         if span:
             # All workers have ended, so that their files are complete.
@@ -184,6 +185,15 @@ def run(
             )
             click.echo(f"profile: {said}", err=True)
     sys.exit(outcome.exit_code)
+
+
+def _say(text: str) -> None:
+    """Writes a line to stderr, because stdout has what the workers print. They train on if nobody reads it any more."""
+    try:
+        click.echo(text, err=True)
+    except OSError:
+        # Python flushes stderr at its end, and would change the exit code.
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
 
 
 def _numbers_of(workers: str) -> tuple[int | None, int]:

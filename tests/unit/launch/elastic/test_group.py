@@ -1,6 +1,7 @@
 """Elastic groups of real processes, which meet without JAX: what is reported when some are lost, and when the group is."""
 
 import os
+import signal
 import sys
 from dataclasses import replace
 
@@ -20,6 +21,7 @@ from phalanx._src.launch.processes import WorkerProcess
 from phalanx._src.launch.relay import Relay
 from phalanx._src.launch.signals import Signals
 from phalanx._src.launch.supervise import run_group
+from phalanx.errors import StartupError
 
 pytestmark = pytest.mark.slow
 
@@ -133,6 +135,58 @@ def test_worker_that_ends_between_two_looks_has_finished(run, tmp_path):
     assert (outcome.exit_code, outcome.unfinished) == (0, ""), (report(outcome), said)
 
 
+@pytest.mark.parametrize(
+    ("end", "code"), [("os._exit(0)", TOO_FEW), ("own.finish()\nos._exit(0)", 0), ("own.close()", TOO_FEW)]
+)
+def test_exit_code_of_processes_that_leave_a_training(run, end, code):
+    """Exit code 0 in the midst of a training run does not mean that it has finished. After it, it does."""
+    outcome, said = run(f"own.begin()\n{end}", least=1, workers=2, patience=Patience(first_pause_s=30.0))
+    assert outcome.exit_code == code, said
+    assert outcome.unfinished == ("all workers of the last generation have ended" if code else "")
+
+
+def test_worker_that_leaves_a_training_is_replaced(run):
+    """As one that was killed."""
+    script = (
+        "own.begin()\n"
+        "if own.number == 1 and not os.path.exists(os.environ['SAID'] + '2'):\n    os._exit(0)\n"
+        "wait_for(2)\n"
+        "own.number == 0 and meet(1)\n"
+        "own.finish()"
+    )
+    outcome, said = run(script, least=1, workers=2, patience=Patience(first_pause_s=0.0))
+    assert said[:2] == ["worker 1 exited with code 0 in the midst of the training.", "worker 1 starts again."]
+    assert outcome.exit_code == 0, said
+
+
+def test_launchers_of_other_numbers_are_refused(no_service):
+    """Each would count other workers."""
+    machines = Machines(1, 2, f"127.0.0.1:{free_ports(1)[0]}")
+    environment = {**os.environ, TOKEN: new_token()}
+    spec = ProcessSpec(Task("worker", 0), (sys.executable, "-c", ""), environment)
+    first = replace(machines, index=0)
+    rendezvous = Rendezvous(2, environment, lambda *_: None, lambda _: None, first, terms="--workers 1:4 on 2 machines")
+    rendezvous.start()
+    message = "it has --workers 1:4 on 2 machines, and this machine --workers 2:2 on 2 machines.\nHINT: the same --work"
+    with pytest.raises(StartupError, match=message):
+        run_group(lambda _: [spec], least_workers=2, machines=machines)
+    rendezvous.end()
+
+
+def test_signal_ends_the_wait_for_the_first_machine():
+    """At once, and not after the time that the first machine has."""
+    machines = Machines(1, 2, f"127.0.0.1:{free_ports(1)[0]}")
+    spec = ProcessSpec(Task("worker", 0), (sys.executable, "-c", ""), {**os.environ, TOKEN: new_token()})
+    said = []
+
+    def plan(restart):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return [spec]
+
+    outcome = run_group(plan, least_workers=2, machines=machines, say=said.append)
+    assert (outcome.exit_code, said) == (143, ["The launcher was ended by SIGTERM."])
+
+
 def test_machine_that_never_comes(run):
     """The workers of this one have done nothing wrong, so the group has an exit code of its own, and a reason."""
     machines = Machines(0, 2, f"127.0.0.1:{free_ports(1)[0]}")
@@ -148,7 +202,8 @@ def test_first_machine_that_does_not_come_back(no_service):
     machines = Machines(1, 2, f"127.0.0.1:{free_ports(1)[0]}")
     environment = {**os.environ, TOKEN: new_token(), "PHALANX_START_TIMEOUT_S": "0.3"}
     spec = ProcessSpec(Task("worker", 0), (sys.executable, "-c", "raise SystemExit(3)"), environment)
-    rendezvous = Rendezvous(2, environment, lambda *_: None, lambda _: None, replace(machines, index=0))
+    first, terms = replace(machines, index=0), "--workers 2:2 on 2 machines"
+    rendezvous = Rendezvous(2, environment, lambda *_: None, lambda _: None, first, terms=terms)
     rendezvous.start()
 
     def plan(restart):

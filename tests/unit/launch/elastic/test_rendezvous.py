@@ -250,7 +250,7 @@ def test_state_of_the_training(hall):
     assert found.report((1,)).gone == (0,)
     assert not found.report().hopeless
     assert found.report(()).hopeless
-    assert not found.report((), has_finished=True).hopeless
+    assert not found.report((), finished=(0,)).hopeless
 
 
 def test_environment_of_a_process():
@@ -339,8 +339,8 @@ def test_first_generation_waits_for_all_machines(second_machine):
     first.accuse([1], "it stands still")
     wait_until(lambda: killed == [(1, "it stands still")])
     assert not found.killed
-    post.report(LauncherReport((), 0, has_finished=True))
-    wait_until(lambda: post.report(LauncherReport((), 0, has_finished=True)).has_finished)
+    post.report(LauncherReport((), 0, finished=(1,)))
+    wait_until(lambda: post.report(LauncherReport((), 0, finished=(1,))).has_finished)
     wait_until(lambda: not found.report().is_needed)
 
 

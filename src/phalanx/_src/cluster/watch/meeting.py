@@ -49,6 +49,10 @@ class RunStart(Message):
     call: int
 
 
+class RunEnd(Message):
+    """The training run of the sender, or its program, has come to its end. A process that ends before that is replaced, whatever its exit code."""
+
+
 class Accusation(Message):
     """Processes of a generation, by rank, keep the others from continuing."""
 
@@ -83,7 +87,7 @@ class Ping(Message):
     """The receiver must show that it is alive."""
 
 
-MemberMessage: TypeAlias = Readiness | RunStart | Accusation | SignOfLife
+MemberMessage: TypeAlias = Readiness | RunStart | RunEnd | Accusation | SignOfLife
 """A message of a process to the rendezvous."""
 RendezvousMessage: TypeAlias = Welcome | Generation | RunOfOthers | Dismissal | ChangeRequest | Ping | SignOfLife
 """A message of the rendezvous to a process."""

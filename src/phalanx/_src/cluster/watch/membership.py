@@ -29,6 +29,7 @@ RENDEZVOUS, MEMBER = "PHALANX_RENDEZVOUS", "PHALANX_MEMBER"
 """The environment variables with the address of the rendezvous, and the number of this process in it."""
 LEAST, MOST = "PHALANX_LEAST_WORKERS", "PHALANX_MOST_WORKERS"
 """The environment variables with the smallest and the largest number of processes in a group."""
+VARIABLES = (RENDEZVOUS, MEMBER, LEAST, MOST)
 
 _CONNECT_S = 30.0
 _PATIENCE_S = 0.5
@@ -118,6 +119,10 @@ class Membership(threading.Thread):
         call = next(self._begun)
         self._say(meeting.RunStart(call))
         return call, self._next(self._calls)
+
+    def finish(self) -> None:
+        """Reports that the training run, or the program, has come to its end."""
+        self._say(meeting.RunEnd())
 
     def accuse(self, ranks: Sequence[int], why: str) -> None:
         """Asks the rendezvous to end processes of this generation that keep the others from continuing."""

@@ -75,15 +75,15 @@ class ElasticGroup(Group):
         self._patience, self._tell_user = patience, say
         self._places: list[_Place] = []
         self._is_ending = False
-        self._standing, self._has_finished, self._steps = GroupStatus(), False, -1
-        environment = specs[0].environment
-        self._rendezvous = (
-            RemoteRendezvous(environment, self._kill, machines)
-            if machines.index
-            else Rendezvous(least, environment, self._kill, say, machines)
-        )
+        self._standing, self._steps = GroupStatus(), -1
         # Each machine has the same number of processes (`Machines.share`), so their numbers follow from its index.
         self._first, self._least, self._most = machines.index * len(specs), least, machines.count * len(specs)
+        environment, terms = specs[0].environment, f"--workers {least}:{self._most} on {machines.count} machines"
+        self._rendezvous = (
+            RemoteRendezvous(environment, self._kill, machines, lambda: relay.is_interrupted, terms=terms)
+            if machines.index
+            else Rendezvous(least, environment, self._kill, say, machines, terms=terms)
+        )
         # All count as running before they are started, so that the first generation waits for them.
         self._report = LauncherReport(tuple(range(self._first, self._first + len(specs))), len(specs))
         # Last: nobody would remove the folder of a group that could not be made, because its first machine is gone.
@@ -186,9 +186,8 @@ class ElasticGroup(Group):
         ended = {index for index, place in enumerate(self._places) if not place.process.is_alive}
         for index, place in enumerate(self._places):
             if index in ended and place.due_s is None and not place.is_lost:
-                if not place.process.has_failed:
-                    self._has_finished = True
-                elif self._standing.members and not self._standing.has_finished:
+                is_lost = place.process.has_failed or place.spec.task.index in self._standing.dropped
+                if is_lost and self._standing.members and not self._standing.has_finished:
                     self._plan_start(place)
             if place.due_s is not None and time.monotonic() >= place.due_s and not self._standing.has_finished:
                 place.due_s, place.is_lost = None, False
@@ -200,12 +199,18 @@ class ElasticGroup(Group):
                 place.process.tell(signal.SIGTERM)
         running = tuple(place.spec.task.index for index, place in enumerate(self._places) if index not in ended)
         awaited = sum(self._places[index].due_s is not None for index in ended)
-        self._report = LauncherReport(running, len(running) + awaited, self._has_finished)
+        finished = tuple(
+            place.spec.task.index
+            for index, place in enumerate(self._places)
+            if index in ended and place.due_s is None and not place.is_lost and not place.process.has_failed
+        )
+        self._report = LauncherReport(running, len(running) + awaited, finished)
         self._standing = self._rendezvous.report(self._report)
 
     def _plan_start(self, place: _Place) -> None:
         place.is_lost = True
-        how = f"{place.spec.name} {in_words(place.process.ending().code)}."
+        code = place.process.ending().code
+        how = f"{place.spec.name} {in_words(code)}{'' if code else ' in the midst of the training'}."
         if place.failures == self._patience.max_restarts:
             times = place.failures + 1
             self._tell_user(f"{how} It has failed {times} times without a step of the group, so it is not replaced.")

@@ -66,6 +66,11 @@ class Launchers:
         return {number for each in self._all if each.report for number in each.report.running}
 
     @property
+    def finished(self) -> set[int]:
+        """The numbers of the processes that have ended with exit code 0."""
+        return {number for each in self._all if each.report for number in each.report.finished}
+
+    @property
     def some_run_elsewhere(self) -> bool:
         """Whether a process of another machine runs."""
         return any(each.report and each.report.running for each in self._all[1:])
@@ -83,7 +88,8 @@ class Launchers:
 
     def hopeless(self, least: int) -> str:
         """Returns why there will never be `least` processes again. Empty as long as there may be."""
-        hopeful = sum(each.report.hopeful for each in self._all if each.report)
+        # Of those that have ended with exit code 0, it may not be known yet whether they are replaced.
+        hopeful = sum(each.report.hopeful + len(each.report.finished) for each in self._all if each.report)
         if self.has_finished or self.awaits_machine or hopeful >= least:
             return ""
         lost = list(map(str, self.missing))
@@ -105,7 +111,6 @@ class Launchers:
         launcher = launcher or self._all[0]
         before = launcher.report.running if launcher.report else ()
         launcher.report = report
-        self.has_finished = self.has_finished or report.has_finished
         return set(report.running) - set(before)
 
     def hear(self, launcher: MachineLauncher) -> set[int]:

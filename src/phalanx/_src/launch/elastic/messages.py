@@ -13,12 +13,22 @@ class LauncherReport(Message):
     Args:
       running: numbers of those that run.
       hopeful: number of those that run, or will be started.
-      has_finished: whether the program of one of them has ended.
+      finished: numbers of those that have ended with exit code 0, and are not replaced.
     """
 
     running: tuple[int, ...] = ()
     hopeful: int = 0
-    has_finished: bool = False
+    finished: tuple[int, ...] = ()
+
+
+class GroupTerms(Message):
+    """The first message of the rendezvous to a launcher of another machine.
+
+    Args:
+      text: the numbers of workers and machines of the group, which all launchers must have been given.
+    """
+
+    text: str
 
 
 class GroupStatus(Message):
@@ -31,6 +41,7 @@ class GroupStatus(Message):
       gone: members of the last generation without a replacement, once all of them have ended. None while any member runs, and before
         the first generation.
       hopeless: why there will never be enough processes again. Empty as long as there may be.
+      dropped: numbers of processes that have ended in the midst of a training run, whatever their exit code.
       has_finished: whether the program of a process has ended, so that no process joins any more.
       is_needed: whether processes of other machines still run, which need this rendezvous.
     """
@@ -39,6 +50,7 @@ class GroupStatus(Message):
     members: tuple[int, ...] = ()
     gone: tuple[int, ...] | None = None
     hopeless: str = ""
+    dropped: tuple[int, ...] = ()
     has_finished: bool = False
     is_needed: bool = False
 

@@ -2,6 +2,7 @@
 """The connection of a launcher with the rendezvous of its group, which another machine holds."""
 
 import threading
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import final
@@ -12,9 +13,13 @@ from phalanx._src.cluster.connections.listener import enter
 from phalanx._src.cluster.connections.ports import cut
 from phalanx._src.cluster.connections.secret import secret_of
 from phalanx._src.cluster.resolvers.base import start_timeout_s
-from phalanx._src.launch.elastic.messages import GroupStatus, KillRequest, LauncherReport
+from phalanx._src.launch.elastic.messages import GroupStatus, GroupTerms, KillRequest, LauncherReport
 from phalanx._src.launch.plan import Machines
 from phalanx.errors import StartupError
+
+_LOOK_S = 1.0
+"""Time between two looks for signals."""
+_ANSWER_S = 30.0
 
 
 @final
@@ -25,26 +30,55 @@ class RemoteRendezvous(threading.Thread):
       environment: environment of the processes, with the secret.
       kill: called with the number of a process of this machine that keeps the others from continuing, and the reason.
       machines: the machines of the group.
+      is_interrupted: whether a signal has ended the wait for the first machine.
+      terms: what the first machine must have been given too. See `GroupTerms`.
 
     Raises:
       InvalidArgumentError: PHALANX_START_TIMEOUT_S is not a number of seconds.
-      StartupError: the first machine does not answer, or has another secret.
+      StartupError: the first machine does not answer, or has another secret or other terms, or the wait for it was interrupted.
     """
 
-    def __init__(self, environment: Mapping[str, str], kill: Callable[[int, str], None], machines: Machines) -> None:
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        kill: Callable[[int, str], None],
+        machines: Machines,
+        is_interrupted: Callable[[], bool] = lambda: False,
+        *,
+        terms: str = "",
+    ) -> None:
         super().__init__(name="phalanx-rendezvous", daemon=True)
         self.address, self._kill = machines.address, kill
         timeout_s = start_timeout_s(environment)
-        try:
-            secret = secret_of([self.address], environment)
-            self._connection = enter(self.address, secret, {"machine": machines.index}, timeout_s)
-        except OSError as e:
-            raise StartupError(
-                f"the rendezvous at {self.address}",
-                f"machine {machines.index} could not connect to it for {timeout_s:g} s: {e.strerror or e}.",
-                "start phalanx run on the first machine too, and check whether this machine can reach its address",
-            ) from e
+        secret, deadline_s = secret_of([self.address], environment), time.monotonic() + timeout_s
+        while True:
+            try:
+                # Not in one call: the handlers of signals only take notes.
+                left_s = max(0.0, deadline_s - time.monotonic())
+                self._connection = enter(self.address, secret, {"machine": machines.index}, min(left_s, _LOOK_S))
+                break
+            except OSError as e:
+                if time.monotonic() >= deadline_s or is_interrupted():
+                    raise StartupError(
+                        f"the rendezvous at {self.address}",
+                        f"machine {machines.index} could not connect to it for {timeout_s:g} s: {f'{e.strerror or e}'.rstrip('.')}.",
+                        "start phalanx run on the first machine too, and check whether this machine can reach its address",
+                    ) from e
         self._told, self._standing = LauncherReport(), GroupStatus()
+        self._messages = self._connection.messages((GroupStatus, GroupTerms, KillRequest))
+        self._connection.socket.settimeout(_ANSWER_S)
+        first = next(self._messages, None)
+        self._connection.socket.settimeout(None)
+        if not isinstance(first, GroupTerms) or first.text != terms:
+            self._connection.close()
+            found = (
+                f"it has {first.text}, and this machine {terms}"
+                if isinstance(first, GroupTerms)
+                else "it does not answer"
+            )
+            raise StartupError(
+                f"the group at {self.address}", f"{found}.", "the same --workers and cluster on all machines"
+            )
 
     def report(self, report: LauncherReport) -> GroupStatus:
         """See `Rendezvous.report`."""
@@ -62,7 +96,7 @@ class RemoteRendezvous(threading.Thread):
     @override
     def run(self) -> None:
         with self._connection.socket:
-            for message in self._connection.messages((GroupStatus, KillRequest)):
+            for message in self._messages:
                 if isinstance(message, KillRequest):
                     self._kill(message.number, message.why)
                 elif isinstance(message, GroupStatus):

@@ -22,8 +22,9 @@ from phalanx._src.cluster.connections.secret import secret_of
 from phalanx._src.cluster.resolvers.base import start_timeout_s
 from phalanx._src.cluster.watch import meeting
 from phalanx._src.launch.elastic.launchers import Launchers, MachineLauncher
-from phalanx._src.launch.elastic.messages import GroupStatus, LauncherReport
+from phalanx._src.launch.elastic.messages import GroupStatus, GroupTerms, LauncherReport
 from phalanx._src.launch.elastic.service import Service
+from phalanx._src.launch.output import wait
 from phalanx._src.launch.plan import ALONE, Machines
 from phalanx.errors import StartupError
 
@@ -48,6 +49,7 @@ class _Member:
       rank: its rank there.
       ready: what it has said about itself, if it waits for a generation.
       call: number of the training that its program is in.
+      is_training: whether it is in the midst of that training.
     """
 
     number: int
@@ -57,6 +59,7 @@ class _Member:
     rank: int = _NO_RANK
     ready: meeting.Readiness | None = None
     call: int = 0
+    is_training: bool = False
 
 
 @dataclass
@@ -84,6 +87,7 @@ class Rendezvous(threading.Thread):
       kill: called with the number of a process of this machine that keeps the others from continuing, and the reason.
       say: receives reports.
       machines: the machines of the group, of which this one is the first.
+      terms: what launchers of other machines must have been given. See `GroupTerms`.
       clock: returns the time in seconds. All limits are measured by it.
 
     Raises:
@@ -99,10 +103,11 @@ class Rendezvous(threading.Thread):
         say: Callable[[str], None],
         machines: Machines = ALONE,
         *,
+        terms: str = "",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(name="phalanx-rendezvous", daemon=True)
-        self._least, self._say, self._clock = least, say, clock
+        self._least, self._say, self._terms, self._clock = least, say, terms, clock
         patience_s = start_timeout_s(environment)
         address = machines.address or f"{LOOPBACK}:0"
         try:
@@ -117,6 +122,7 @@ class Rendezvous(threading.Thread):
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener.fileno, selectors.EVENT_READ, None)
         self._members: dict[int, _Member] = {}
+        self._dropped: set[int] = set()
         self._launchers = Launchers(machines.count, patience_s, kill, self._selector, clock)
         self._lock = threading.Lock()
         self._is_over = False
@@ -146,11 +152,18 @@ class Rendezvous(threading.Thread):
         """Takes a report of the launcher of this machine, and returns the state of the training."""
         with self._lock:
             # The lock: this is the main thread of the launcher, while the thread of the rendezvous works.
+            for number in report.finished:
+                # The last words of a process are here before its end is known.
+                member = self._members.get(number)
+                if member and wait([member.peer.fileno()], (), timeout_s=0.0):
+                    self._hear(member)
             # A process that takes the place of another one is not gone.
             self._generation.gone -= self._launchers.note(report)
             return self._standing()
 
     def _standing(self) -> GroupStatus:
+        if any(self._has_finished(number) for number in self._launchers.finished):
+            self._launchers.has_finished = True
         gone = self._generation.gone
         # A process whose connection is closed may still be ending. The report without it says whether its program has finished.
         is_over = self.generation and not self._survivors() and not gone & self._launchers.running
@@ -159,9 +172,15 @@ class Rendezvous(threading.Thread):
             self._generation.members,
             tuple(sorted(gone)) if is_over else None,
             self._launchers.hopeless(self._least),
+            tuple(sorted(self._dropped)),
             self._launchers.has_finished,
             self._launchers.some_run_elsewhere,
         )
+
+    def _has_finished(self, number: int) -> bool:
+        """Returns whether a process with exit code 0 was at the end of its program, and not of `os._exit(0)`."""
+        member = self._members.get(number)
+        return number not in self._dropped and (member is None or not member.is_training)
 
     @override
     def run(self) -> None:
@@ -192,6 +211,7 @@ class Rendezvous(threading.Thread):
         number, machine = peer.hello.get("member"), peer.hello.get("machine")
         if self._launchers.knows(machine):
             self._launchers.connect(machine, peer)
+            peer.say(GroupTerms(self._terms))
             return
         if type(number) is not int:
             peer.close()
@@ -199,6 +219,7 @@ class Rendezvous(threading.Thread):
         # A process that was started again connects before the end of its predecessor's connection is noticed.
         if number in self._members:
             self._forget(self._members[number])
+        self._dropped.discard(number)
         member = self._members[number] = _Member(number, peer, self._clock())
         self._selector.register(peer, selectors.EVENT_READ, member)
         # A late process makes its variables alone, before it meets the others. See `Training.enter`.
@@ -223,8 +244,10 @@ class Rendezvous(threading.Thread):
                 member.ready, member.call = message, call
                 self.steps = max(self.steps, progress[0])
             case meeting.RunStart(call):
-                member.call = call
+                member.call, member.is_training = call, True
                 member.peer.say(meeting.RunOfOthers(self._call_of_others(member)))
+            case meeting.RunEnd():
+                member.is_training = False
             case meeting.Accusation(ranks, generation, why) if generation == self.generation:
                 for other in self._survivors():
                     # One that is ready has left the generation, and waits for the next.
@@ -237,6 +260,8 @@ class Rendezvous(threading.Thread):
         del self._members[member.number]
         if member.generation:
             self._generation.gone.add(member.number)
+        if member.generation and member.is_training:
+            self._dropped.add(member.number)
 
     def _survivors(self) -> list[_Member]:
         """Returns the remaining processes of the present generation, by rank."""
