@@ -31,6 +31,7 @@ def test_options_are_divided_from_arguments(tmp_path, text, arguments, moved, ot
 
 def test_warning_has_the_right_line():
     assert misplaced("package.train", ["--report"], OPTIONS) == (["--report"], [])
+    assert "\nHINT: phalanx run --report -- -lead.py" in warning_of("phalanx run", ["-lead.py"], ["--report"], [])
     assert warning_of("phalanx run", ["-m", "package.train"], ["--report"], ["a b"]) == (
         "phalanx: --report comes after package.train, so it is passed to the script and not to phalanx run.\n"
         "HINT: phalanx run --report -m package.train 'a b'"

@@ -187,7 +187,14 @@ def test_doctor_of_a_cluster_with_a_missing_peer(phalanx):
     assert passed == f"PASS port: rank 0 can listen at {first}."
     missing = f"after 0.5 s rank 1 ({second}) had not connected to rank 0 ({first})."
     assert failed == f"FAIL handshake: a cluster of 2 processes: {missing}"
-    assert hint.startswith("HINT: look at the output of the missing processes")
+    assert hint == "HINT: look at the output of the missing processes, or use a longer --timeout-seconds"
+
+
+def test_doctor_in_an_elastic_group(phalanx):
+    """It would try processes of this machine alone."""
+    done = phalanx("doctor", PHALANX_RENDEZVOUS="127.0.0.1:1", PHALANX_MEMBER="0")
+    assert done.returncode == 2
+    assert "learn their cluster when they train.\nHINT: phalanx doctor without phalanx run, on each" in done.err
 
 
 def test_doctor_names_a_launcher_without_addresses(phalanx):

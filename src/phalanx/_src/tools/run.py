@@ -123,7 +123,8 @@ def run(
       76     too few workers are left, or the first machine is gone
       128+N  the worker that failed first was killed by signal N, or
              `phalanx run` was: 130 Ctrl-C, 137 out of memory, 143 SIGTERM
-      other  that of the worker that failed first: 1 for an exception
+      other  that of the worker that failed first: 1 for an exception,
+             or if the output of the workers cannot be written
     """
     open_standard_streams()
     with errors_without_stack():

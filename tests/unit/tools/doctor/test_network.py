@@ -73,6 +73,9 @@ def test_port_that_is_taken():
         f"FAIL port: rank 0 cannot listen at {address}: Address already in use.\nHINT: end the process"
     )
     assert str(check_port(address)) == f"PASS port: rank 0 can listen at {address}."
+    # An address of the documentation, which no machine has: this one has another index.
+    other = str(check_port("192.0.2.1:1234"))
+    assert "Cannot assign requested address.\nHINT: another index in the task of this machine" in other
     with pytest.raises(socket.gaierror) as error:
         listen(f"{NOWHERE}:1")
     assert error.value.strerror in str(check_port(f"{NOWHERE}:1"))

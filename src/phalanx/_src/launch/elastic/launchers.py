@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeGuard, final
 
 from phalanx._src.cluster.connections.listener import Connection
-from phalanx._src.launch.elastic.messages import GroupStatus, KillRequest, LauncherReport
+from phalanx._src.launch.elastic.messages import GroupStatus, GroupTerms, KillRequest, LauncherReport
 from phalanx.errors import listed
 
 
@@ -38,8 +38,10 @@ class Launchers:
       kill: ends a process of this machine. Takes its number, and the reason.
       selector: waits for messages of the other launchers.
       clock: returns the time in seconds.
+      terms: see `GroupTerms`.
 
     Attributes:
+      dropped: numbers of the processes that have ended in the midst of a training run, whatever their exit code.
       has_finished: whether the program of a process has ended.
     """
 
@@ -50,10 +52,13 @@ class Launchers:
         kill: Callable[[int, str], None],
         selector: selectors.BaseSelector,
         clock: Callable[[], float],
+        *,
+        terms: str,
     ) -> None:
         self._patience_s, self._kill_here, self._selector, self._clock = patience_s, kill, selector, clock
         self._all = [MachineLauncher(self._until_s) for _ in range(count)]
-        self.has_finished = False
+        self.dropped: set[int] = set()
+        self.has_finished, self._terms = False, terms
 
     @property
     def _until_s(self) -> float:
@@ -105,6 +110,7 @@ class Launchers:
         self._lose(self._all[machine])
         launcher = self._all[machine] = MachineLauncher(self._until_s, peer)
         self._selector.register(peer, selectors.EVENT_READ, launcher)
+        peer.say(GroupTerms(self._terms))
 
     def note(self, report: LauncherReport, launcher: MachineLauncher | None = None) -> set[int]:
         """Takes a report of a launcher, by default of that of this machine. Returns the processes that have started since the last one."""

@@ -71,13 +71,13 @@ class RemoteRendezvous(threading.Thread):
         self._connection.socket.settimeout(None)
         if not isinstance(first, GroupTerms) or first.text != terms:
             self._connection.close()
-            found = (
+            problem = (
                 f"it has {first.text}, and this machine {terms}"
                 if isinstance(first, GroupTerms)
                 else "it does not answer"
             )
             raise StartupError(
-                f"the group at {self.address}", f"{found}.", "the same --workers and cluster on all machines"
+                f"the group at {self.address}", f"{problem}.", "the same --workers and cluster on all machines"
             )
 
     def report(self, report: LauncherReport) -> GroupStatus:

@@ -22,7 +22,7 @@ from phalanx._src.cluster.connections.secret import secret_of
 from phalanx._src.cluster.resolvers.base import start_timeout_s
 from phalanx._src.cluster.watch import meeting
 from phalanx._src.launch.elastic.launchers import Launchers, MachineLauncher
-from phalanx._src.launch.elastic.messages import GroupStatus, GroupTerms, LauncherReport
+from phalanx._src.launch.elastic.messages import GroupStatus, LauncherReport
 from phalanx._src.launch.elastic.service import Service
 from phalanx._src.launch.output import wait
 from phalanx._src.launch.plan import ALONE, Machines
@@ -107,7 +107,7 @@ class Rendezvous(threading.Thread):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         super().__init__(name="phalanx-rendezvous", daemon=True)
-        self._least, self._say, self._terms, self._clock = least, say, terms, clock
+        self._least, self._say, self._clock = least, say, clock
         patience_s = start_timeout_s(environment)
         address = machines.address or f"{LOOPBACK}:0"
         try:
@@ -122,8 +122,7 @@ class Rendezvous(threading.Thread):
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener.fileno, selectors.EVENT_READ, None)
         self._members: dict[int, _Member] = {}
-        self._dropped: set[int] = set()
-        self._launchers = Launchers(machines.count, patience_s, kill, self._selector, clock)
+        self._launchers = Launchers(machines.count, patience_s, kill, self._selector, clock, terms=terms)
         self._lock = threading.Lock()
         self._is_over = False
         self._pending_s: float | None = None
@@ -162,7 +161,9 @@ class Rendezvous(threading.Thread):
             return self._standing()
 
     def _standing(self) -> GroupStatus:
-        if any(self._has_finished(number) for number in self._launchers.finished):
+        # One with exit code 0 in the midst of a training run was at `os._exit(0)`, and not at the end of its program.
+        training = {number for number, member in self._members.items() if member.is_training}
+        if self._launchers.finished - self._launchers.dropped - training:
             self._launchers.has_finished = True
         gone = self._generation.gone
         # A process whose connection is closed may still be ending. The report without it says whether its program has finished.
@@ -172,15 +173,10 @@ class Rendezvous(threading.Thread):
             self._generation.members,
             tuple(sorted(gone)) if is_over else None,
             self._launchers.hopeless(self._least),
-            tuple(sorted(self._dropped)),
+            tuple(sorted(self._launchers.dropped)),
             self._launchers.has_finished,
             self._launchers.some_run_elsewhere,
         )
-
-    def _has_finished(self, number: int) -> bool:
-        """Returns whether a process with exit code 0 was at the end of its program, and not of `os._exit(0)`."""
-        member = self._members.get(number)
-        return number not in self._dropped and (member is None or not member.is_training)
 
     @override
     def run(self) -> None:
@@ -211,7 +207,6 @@ class Rendezvous(threading.Thread):
         number, machine = peer.hello.get("member"), peer.hello.get("machine")
         if self._launchers.knows(machine):
             self._launchers.connect(machine, peer)
-            peer.say(GroupTerms(self._terms))
             return
         if type(number) is not int:
             peer.close()
@@ -219,7 +214,7 @@ class Rendezvous(threading.Thread):
         # A process that was started again connects before the end of its predecessor's connection is noticed.
         if number in self._members:
             self._forget(self._members[number])
-        self._dropped.discard(number)
+        self._launchers.dropped.discard(number)
         member = self._members[number] = _Member(number, peer, self._clock())
         self._selector.register(peer, selectors.EVENT_READ, member)
         # A late process makes its variables alone, before it meets the others. See `Training.enter`.
@@ -261,7 +256,7 @@ class Rendezvous(threading.Thread):
         if member.generation:
             self._generation.gone.add(member.number)
         if member.generation and member.is_training:
-            self._dropped.add(member.number)
+            self._launchers.dropped.add(member.number)
 
     def _survivors(self) -> list[_Member]:
         """Returns the remaining processes of the present generation, by rank."""

@@ -112,7 +112,8 @@ def main(arguments: Sequence[str]) -> int:
         strategy = MultiWorkerMirroredStrategy(resolver, options)
     except PhalanxError as e:
         # Every process prints: without a handshake, there may be no chief.
-        print(Check("handshake", False, f"{e.asked}: {e.found}", e.hint), flush=True)
+        hint = e.hint and e.hint.replace("CommunicationOptions(timeout_seconds=...)", "--timeout-seconds")
+        print(Check("handshake", False, f"{e.asked}: {e.found}", hint), flush=True)
         return 1
     workers = strategy.topology.num_workers
     met = (
@@ -127,6 +128,8 @@ def main(arguments: Sequence[str]) -> int:
     except (PhalanxError, jax.errors.JaxRuntimeError) as e:
         print(judge_failure(e), flush=True)
         return 1
+    if rank := strategy.topology.worker_index:
+        print(f"rank {rank} has taken part in all checks. Rank 0 prints their results.", flush=True)
     print_on_chief(*checks, sep="\n", flush=True)
     # Only the chief fails: the launcher ends all processes after a failure, perhaps before the chief has printed.
     return int(strategy.topology.worker_index == 0 and not all(check.is_passed for check in checks))

@@ -11,6 +11,7 @@ from phalanx._src.cluster.connections.openings import openings
 from phalanx._src.cluster.resolvers.environment import resolver_of_environment
 from phalanx._src.cluster.resolvers.launchers import lone_task
 from phalanx._src.cluster.spec import ClusterSpec
+from phalanx._src.cluster.watch import membership
 from phalanx._src.launch.nodes import ThisNode
 from phalanx._src.launch.plan import JOB, Request, free_ports
 from phalanx._src.launch.supervise import run_group
@@ -44,6 +45,12 @@ def doctor(*, shared: str | None, timeout_seconds: float, ports: bool) -> None:
     """
     arguments = ["--timeout-s", str(timeout_seconds), *(["--shared", shared] if shared else [])]
     with errors_without_stack():
+        if membership.is_elastic():
+            raise ClusterSourceError(
+                "phalanx doctor in a worker of phalanx run --workers MIN:MAX",
+                "the workers of an elastic group learn their cluster when they train.",
+                "phalanx doctor without phalanx run, on each machine",
+            )
         resolver = resolver_of_environment(os.environ)
         spec = resolver.cluster_spec() if resolver else ClusterSpec({})
         if ports:

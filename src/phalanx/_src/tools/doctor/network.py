@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What `phalanx doctor` checks of the network: names, addresses, proxies and ports. It sends nothing."""
 
+import errno
 import ipaddress
 import os
 from collections.abc import Mapping, Sequence
@@ -93,6 +94,8 @@ def check_port(address: str) -> Check:
         listen(address).close()
     except OSError as e:
         hint = "end the process that uses the port, or set the address to a name of this machine and a free port"
+        if e.errno == errno.EADDRNOTAVAIL:
+            hint = "another index in the task of this machine, or a name of this machine in the address of the first worker"
         return Check("port", False, f"rank 0 cannot listen at {address}: {reason_of(e)}.", hint)
     return Check("port", True, f"rank 0 can listen at {address}.")
 
