@@ -18,10 +18,11 @@ _VERDICT = re.compile(r"^Phalanx: (?P<text>rank (?P<rank>\d+) \(.*)")
 TOO_FEW = 76
 """The exit code of a launcher whose group has ended before its end, although none of its own processes is to blame."""
 
+_SAVED = 42
 _REASONS = {
     -signal.SIGKILL: "probably out of memory, or kill -9",
     -signal.SIGABRT: "abort: a fatal error in native code",
-    42: "it was asked to exit, and saved first",
+    _SAVED: "it was asked to exit, and saved first",
     75: "it saw no progress",
     128 + signal.SIGTERM: "it was ended by SIGTERM",
 }
@@ -132,6 +133,9 @@ class Outcome:
 def report(outcome: Outcome) -> str:
     """Returns a report on the culprit, its last lines and stack, and the ends of the others; empty after success."""
     culprit, verdict = outcome.culprit, outcome.verdict
+    if culprit and culprit.code == _SAVED and not verdict:
+        saved = f"{culprit.name} {in_words(_SAVED)}, {culprit.after_s:.1f} s after the start. The next start continues from there."
+        return "\n".join([saved, *(f"  {e.name} {became(e)}" for e in outcome.endings if e is not culprit)])
     lines = [f"The cluster could not continue: {verdict['text']}"] if verdict else []
     if culprit:
         how = became(culprit) if verdict else f"failed first: it {in_words(culprit.code)}"

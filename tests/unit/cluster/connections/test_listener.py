@@ -206,3 +206,27 @@ def test_crowd_of_silent_connections(listener, address):
     finally:
         for pending in crowd:
             pending.close()
+
+
+FORKS = """
+import os, signal, socket
+from phalanx._src.cluster.connections.listener import Connection
+
+with socket.create_server(("127.0.0.1", 0)) as server:
+    ours = Connection(socket.create_connection(server.getsockname()))
+    theirs, _ = server.accept()
+child = os.fork()
+if not child:
+    signal.pause()
+ours.close()
+theirs.settimeout(60)
+print(theirs.recv(1))
+os.kill(child, signal.SIGKILL)
+os.waitpid(child, 0)
+"""
+
+
+@pytest.mark.slow
+def test_forked_child_keeps_no_connection_open(run_python):
+    """Others notice at once that a process has ended, although its data loader has not."""
+    assert run_python(FORKS) == "b''\n"

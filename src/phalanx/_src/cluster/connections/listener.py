@@ -8,10 +8,12 @@ library only.
 
 import contextlib
 import json
+import os
 import secrets
 import selectors
 import socket
 import time
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from socket import IPPROTO_TCP, SHUT_WR, TCP_NODELAY
@@ -43,6 +45,17 @@ _FIRST_RETRY_S = 0.005
 RETRY_S = 0.1
 """Time between two attempts to connect, in seconds. It grows to this, because processes that meet again are there at once."""
 
+_of_this_process: "weakref.WeakSet[Socket]" = weakref.WeakSet()
+"""The sockets of all connections. A child that is forked, for example by a data loader, would keep those of a killed process open."""
+
+
+def _close_in_child() -> None:
+    for connection in list(_of_this_process):
+        connection.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
 
 @final
 class Connection:
@@ -58,6 +71,7 @@ class Connection:
         # A closing socket with unread data drops what Nagle's algorithm still holds back: a process that had just said
         # that it leaves would count as killed (RFC 896; RFC 1122, section 4.2.2.13).
         self.socket.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
+        _of_this_process.add(self.socket)
 
     def fileno(self) -> int:
         """The file descriptor, for selectors."""
