@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`phalanx run`: starts the workers of a script, and stops all of them as soon as one fails."""
 
+import io
 import os
 import shlex
 import sys
@@ -194,7 +195,7 @@ def _say(text: str) -> None:
         click.echo(text, err=True)
     except OSError:
         # Python flushes stderr at its end, and would change the exit code.
-        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
+        sys.stderr = io.StringIO()
 
 
 def _numbers_of(workers: str) -> tuple[int | None, int]:
