@@ -45,18 +45,26 @@ def adapter_of(x: PyTree, steps: int | None, data: dict[str, PyTree]) -> PyTree:
         x = compat.peeked(x, _kept)
     try:
         return compat.data_adapter(x=x, steps_per_epoch=steps, **data)
-    except (AttributeError, IndexError, ValueError):
+    except (AttributeError, IndexError, ValueError) as e:
         # Keras has begun to read a dataset of Grain, and its own errors do not name a batch without arrays.
         is_read_again = isinstance(x, Iterable) and not isinstance(x, Iterator) and not hasattr(x, "shape")
         if is_read_again and not jax.tree.leaves(batch := next(iter(x), None)):
             raise no_array("a batch", batch) from None
-        if _is_dataset(x):
+        if _is_dataset(x) and f"{e}".startswith(_NOT_READ):
             raise InputError(
                 f"x={shown(x)} in fit, evaluate or predict",
                 "Keras reads no data of this kind.",
                 "x=strategy.experimental_distribute_dataset(x), with batch_size=64 if x has single rows",
             ) from None
         raise
+
+
+_NOT_READ = (
+    "Unrecognized data type",
+    "Data cardinality is ambiguous",
+    "When passing a dataset to a Keras model, the arrays must be",
+)
+"""How Keras's errors for data that it does not read begin."""
 
 
 def _is_dataset(x: PyTree) -> bool:

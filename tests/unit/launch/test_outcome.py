@@ -113,6 +113,15 @@ def test_last_verdict_counts():
     assert Outcome((stranger,)).culprit is stranger
 
 
+def test_stalled_process_that_is_aborted_later():
+    """Why it could not end by itself says nothing; that the others have seen no progress does."""
+    verdict = lines("Phalanx: rank 1 (a:1) is stuck after step 3; rank 0 (b:1) has been waiting in step 4 for 15 s.")
+    waited, stuck = Ending("worker 0", 75, 20.0, rank=0, last=verdict), Ending("worker 1", -6, 20.4, rank=1)
+    assert Outcome((waited, stuck)).exit_code == 75
+    assert Outcome((waited, replace(stuck, after_s=19.0))).exit_code == 134
+    assert Outcome((replace(waited, code=1), stuck)).exit_code == 134
+
+
 def test_verdict_on_a_process_of_another_machine():
     """The second machine has the ranks 2 and 3, and another launcher reports the process that rank 2 misses."""
     first = Ending("worker 2", 75, 9.1, rank=2, last=lines(SAID.format(1)))

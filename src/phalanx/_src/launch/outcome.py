@@ -18,12 +18,12 @@ _VERDICT = re.compile(r"^Phalanx: (?P<text>rank (?P<rank>\d+) \(.*)")
 TOO_FEW = 76
 """The exit code of a launcher whose group has ended before its end, although none of its own processes is to blame."""
 
-_SAVED = 42
+_SAVED, _STALLED = 42, 75
 _REASONS = {
     -signal.SIGKILL: "probably out of memory, or kill -9",
     -signal.SIGABRT: "abort: a fatal error in native code",
     _SAVED: "it was asked to exit, and saved first",
-    75: "it saw no progress",
+    _STALLED: "it saw no progress",
     128 + signal.SIGTERM: "it was ended by SIGTERM",
 }
 
@@ -118,8 +118,12 @@ class Outcome:
         """
         if self.signal is not None:
             return 128 + self.signal
-        # On a busy machine, one that was killed may end after another one that misses it.
-        candidates = (self.culprit, self.first_failure, None if self.unfinished else self.failed_evaluator)
+        # On a busy machine, one that was killed may end after another one that misses it. But what ends a stalled process after
+        # the others have given up, such as JAX's abort, is not why.
+        first, culprit = self.first_failure, self.culprit
+        if first and culprit and first.code == _STALLED and culprit.after_s > first.after_s:
+            culprit = first
+        candidates = (culprit, first, None if self.unfinished else self.failed_evaluator)
         if (failure := next((e for e in candidates if e and e.is_failure), None)) is None:
             return TOO_FEW if self.unfinished else 0
         return failure.code if failure.code > 0 else 128 - failure.code
