@@ -344,6 +344,20 @@ def test_first_generation_waits_for_all_machines(second_machine):
     wait_until(lambda: not found.report().is_needed)
 
 
+def test_second_launcher_of_a_machine_is_said(second_machine):
+    """The first one ends, and says why."""
+    _, post, _ = second_machine
+    other = RemoteRendezvous(dict(os.environ), lambda *_: None, Machines(1, 2, post.address))
+    other.start()
+    wait_until(lambda: post.report(LauncherReport((1,), 1)).hopeless)
+    assert (
+        post.report(LauncherReport((), 0)).hopeless
+        == "another phalanx run of machine 1 has taken the place of this one"
+    )
+    assert not other.report(LauncherReport((1,), 1)).hopeless
+    other.end()
+
+
 def test_machine_that_is_lost_may_come_back(second_machine):
     """For a while; then those that are left count."""
     found, post, _ = second_machine

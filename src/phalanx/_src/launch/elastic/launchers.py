@@ -107,6 +107,13 @@ class Launchers:
 
     def connect(self, machine: int, peer: Connection) -> None:
         """Takes the connection of a launcher, which may have had another one before."""
+        if before := self._all[machine].peer:
+            # It has lost its connection, or it is a mistake of the user, who learns of it here.
+            before.say(
+                GroupStatus(
+                    gone=(), hopeless=f"another phalanx run of machine {machine} has taken the place of this one"
+                )
+            )
         self._lose(self._all[machine])
         launcher = self._all[machine] = MachineLauncher(self._until_s, peer)
         self._selector.register(peer, selectors.EVENT_READ, launcher)

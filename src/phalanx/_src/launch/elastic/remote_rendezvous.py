@@ -104,4 +104,4 @@ class RemoteRendezvous(threading.Thread):
         if not self._standing.has_finished:
             # Nobody is left who could bring the processes of this machine together again.
             why = f"the launcher at {self.address}, which coordinates all machines, is gone"
-            self._standing = replace(self._standing, gone=(), hopeless=why)
+            self._standing = replace(self._standing, gone=(), hopeless=self._standing.hopeless or why)
