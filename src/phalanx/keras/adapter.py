@@ -137,13 +137,16 @@ class AdaptedData:
         """Returns a function like `make`, whose iterators note a digest of their first batch."""
 
         def noting(batches: Iterator[PyTree]) -> Iterator[PyTree]:
-            for batch in batches:
+            for batch in itertools.islice(batches, 1):
                 self.first = digest_of(batch)
                 yield batch
-                break
-            yield from batches
 
-        return lambda: noting(itertools.islice(make(), self._num_batches))
+        def noted() -> Iterator[PyTree]:
+            batches = itertools.islice(make(), self._num_batches)
+            # Nothing of Python runs for the other batches.
+            return itertools.chain(noting(batches), batches)
+
+        return noted
 
     def spec(self) -> PyTree:
         """Returns shapes and dtypes of a global batch, from the first batch of an epoch. None if no batch can be read beforehand.

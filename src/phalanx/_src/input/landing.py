@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from phalanx._src.input.sources.base import Owner, Piece
-from phalanx._src.input.sources.rows import ChosenRows, copy, joined, read
+from phalanx._src.input.sources.rows import LARGE_BYTES, ChosenRows, copy, joined, read
 from phalanx._src.mesh.arrays import is_on_cpu
 from phalanx._src.mesh.memory import Pool
 from phalanx._src.runtime.dispatch import process_dispatching
@@ -191,8 +191,10 @@ def write(out: np.ndarray, leaves: Sequence[PyTree], counts: Sequence[int]) -> N
     elif len(leaves) > 1:
         _write_parts(out, leaves)
     elif leaf.shape[0] == out.shape[0] * places and (out.flags.c_contiguous or not isinstance(leaf, ChosenRows)):
-        if out.flags.c_contiguous:
-            copy(out.reshape(leaf.shape), leaf)
+        if isinstance(leaf, ChosenRows):
+            leaf.write(out.reshape(leaf.shape))
+        elif out.nbytes < LARGE_BYTES:
+            out[...] = np.asarray(leaf).reshape(out.shape)
         else:
             for row, rows in zip(out, np.asarray(leaf).reshape(out.shape), strict=True):
                 copy(row, rows)

@@ -19,7 +19,7 @@ from phalanx._src.runtime.dispatch import process_dispatching
 from phalanx.typing import PyTree
 
 # Half of it is copied in about half a millisecond. A thread costs a tenth of that.
-_LARGE_BYTES = 8 << 20
+LARGE_BYTES = 8 << 20
 
 
 @final
@@ -72,8 +72,11 @@ class ChosenRows:
         with process_dispatching():
             return _taken(self.array, index, len(self), layout, self.dtype)
 
-    def write(self, out: np.ndarray) -> None:
-        """Writes the rows into `out`, which has their shape. They must be on the host."""
+    def write(self, out: np.ndarray, *, is_half: bool = False) -> None:
+        """Writes the rows, or half of those of a batch, into `out`, which has their shape. They must be on the host."""
+        if out.nbytes >= LARGE_BYTES and not is_half:
+            _copy_halves(out, self)
+            return
         array, index = np.asarray(self.array), self.index
         # `take` copies an array that is not contiguous as a whole, and casts in a copy. With mode="raise" it writes to a copy
         # of `out` first.
@@ -102,22 +105,27 @@ def joined(leaves: Sequence[PyTree]) -> PyTree | None:
 
 
 def copy(out: np.ndarray, leaf: PyTree, *, is_half: bool = False) -> None:
-    """Writes a leaf of a batch into an array of the host. Halves of a large one in two threads: one core does not use the bandwidth of the memory."""
-    if out.nbytes >= _LARGE_BYTES and len(out) > 1 and not is_half:
-        middle = len(out) // 2
-        # A thread that lived on would be missing in a process that is forked.
-        with ThreadPoolExecutor(1) as thread:
-            try:
-                half = thread.submit(copy, out[middle:], leaf[middle:], is_half=True)
-            except RuntimeError:  # The main thread has ended, and Python starts no other one.
-                copy(out, leaf, is_half=True)
-                return
-            copy(out[:middle], leaf[:middle], is_half=True)
-        half.result()
-    elif isinstance(leaf, ChosenRows):
-        leaf.write(out)
-    else:
+    """Writes a leaf of a batch, or half of it, into an array of the host."""
+    if isinstance(leaf, ChosenRows):
+        leaf.write(out, is_half=is_half)
+    elif out.nbytes < LARGE_BYTES or is_half:
         out[...] = leaf
+    else:
+        _copy_halves(out, leaf)
+
+
+def _copy_halves(out: np.ndarray, leaf: PyTree) -> None:
+    """Writes the halves of a large leaf in two threads: one core does not use the bandwidth of the memory."""
+    middle = len(out) // 2
+    # A thread that lived on would be missing in a process that is forked.
+    with ThreadPoolExecutor(1) as thread:
+        try:
+            half = thread.submit(copy, out[middle:], leaf[middle:], is_half=True)
+        except RuntimeError:  # The main thread has ended, and Python starts no other one.
+            copy(out, leaf, is_half=True)
+            return
+        copy(out[:middle], leaf[:middle], is_half=True)
+    half.result()
 
 
 def owned(leaf: PyTree, pool: Pool) -> PyTree:
