@@ -50,9 +50,10 @@ class RemoteRendezvous(threading.Thread):
         super().__init__(name="phalanx-rendezvous", daemon=True)
         self.address, self._kill = machines.address, kill
         timeout_s = start_timeout_s(environment)
-        secret, deadline_s = secret_of([self.address], environment), time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + timeout_s
         while True:
             try:
+                secret = secret_of([self.address], environment)
                 # Not in one call: the handlers of signals only take notes.
                 left_s = max(0.0, deadline_s - time.monotonic())
                 self._connection = enter(self.address, secret, {"machine": machines.index}, min(left_s, _LOOK_S))
