@@ -113,6 +113,19 @@ def test_last_verdict_counts():
     assert Outcome((stranger,)).culprit is stranger
 
 
+def test_process_that_raises_the_failure_of_another():
+    """It may end before that one, which is to blame."""
+    last = lines(
+        "Traceback (most recent call last):\nphalanx.errors.PeerLostError: rank 1 (a:1) failed with KeyError: 'x'."
+    )
+    raised, failed = Ending("worker 0", 1, 2.0, rank=0, last=last), Ending("worker 1", 3, 2.1, rank=1)
+    outcome = Outcome((raised, failed))
+    assert (outcome.culprit, outcome.exit_code) == (failed, 3)
+    assert report(outcome).startswith(
+        "The cluster could not continue: rank 1 (a:1) failed with KeyError: 'x'.\nworker 1 exited with code 3, 2.1 s after"
+    )
+
+
 def test_stalled_process_that_is_aborted_later():
     """Why it could not end by itself says nothing; that the others have seen no progress does."""
     verdict = lines("Phalanx: rank 1 (a:1) is stuck after step 3; rank 0 (b:1) has been waiting in step 4 for 15 s.")

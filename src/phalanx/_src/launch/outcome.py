@@ -14,7 +14,8 @@ _TRACEBACK = "Traceback (most recent call last):"
 _CRASH = "Fatal Python error:"
 _THREAD = re.compile(r"^(Current thread|Thread) .*\(most recent call (first|last)\)")
 _CHAINS = ("During handling of the above exception", "The above exception was the direct cause")
-_VERDICT = re.compile(r"^Phalanx: (?P<text>rank (?P<rank>\d+) \(.*)")
+# One that learns of a failure between two steps raises it, and may end before the process that has failed.
+_VERDICT = re.compile(r"^(Phalanx|phalanx\.errors\.PeerLostError): (?P<text>rank (?P<rank>\d+) \(.*)")
 TOO_FEW = 76
 """The exit code of a launcher whose group has ended before its end, although none of its own processes is to blame."""
 
