@@ -14,8 +14,9 @@ _TRACEBACK = "Traceback (most recent call last):"
 _CRASH = "Fatal Python error:"
 _THREAD = re.compile(r"^(Current thread|Thread) .*\(most recent call (first|last)\)")
 _CHAINS = ("During handling of the above exception", "The above exception was the direct cause")
-# One that learns of a failure between two steps raises it, and may end before the process that has failed.
-_VERDICT = re.compile(r"^(Phalanx|phalanx\.errors\.PeerLostError): (?P<text>rank (?P<rank>\d+) \(.*)")
+_VERDICT = r"(?P<text>rank (?P<rank>\d+) \(.*)"
+_VERDICTS = (re.compile(f"^Phalanx: {_VERDICT}"), re.compile(rf"^phalanx\.errors\.PeerLostError: {_VERDICT}"))
+"""Those of the watchdog; else what a process raises that learns of a failure between two steps, and may end before the one that has failed."""
 TOO_FEW = 76
 """The exit code of a launcher whose group has ended before its end, although none of its own processes is to blame."""
 
@@ -61,7 +62,8 @@ class Ending:
     @property
     def verdict(self) -> re.Match[str] | None:
         """The message of its watch that names the process that keeps the cluster from continuing."""
-        return next((m for line in reversed(self.last) if (m := _VERDICT.match(line.text))), None)
+        matches = (verdict.match(line.text) for verdict in _VERDICTS for line in reversed(self.last))
+        return next(filter(None, matches), None)
 
 
 @dataclass(frozen=True)
