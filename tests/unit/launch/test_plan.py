@@ -245,7 +245,7 @@ def test_folder_that_is_gone(tmp_path, monkeypatch):
 
 
 def test_member_of_an_elastic_group_may_start_a_group():
-    """Its workers are no members of that one."""
+    """The workers of its group do not belong to the elastic one."""
     (environment,) = environments({"PHALANX_RENDEZVOUS": "a:1", "PHALANX_MEMBER": "1", "HOME": "/x"}, workers=1)
     assert {"PHALANX_RENDEZVOUS", "PHALANX_MEMBER"} & set(environment) == set()
     assert environment["HOME"] == "/x"

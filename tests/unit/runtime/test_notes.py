@@ -66,7 +66,7 @@ def test_program_that_configures_logging(monkeypatch, capsys, caplog):
 
 
 def test_library_that_adds_a_handler(monkeypatch, capsys, caplog):
-    """As Grain does, without a level at which the handler shows what is no warning."""
+    """As Grain does, without a level at which the handler shows records of level INFO."""
     monkeypatch.setattr(logging.root, "handlers", [caplog.handler])
     monkeypatch.setattr(logging.root, "level", logging.WARNING)
     enter(phalanx.MirroredStrategy(DEVICES))

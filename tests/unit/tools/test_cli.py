@@ -330,7 +330,7 @@ def test_group_of_one_machine_in_a_cluster_warns(phalanx, launch, variables, wor
 
 
 def test_group_of_one_machine_under_mpirun_warns(phalanx, launch):
-    """It has no addresses of the others. With them, no warning is needed: one task is no other one."""
+    """`mpirun` gives it no addresses of the others."""
     script = launch.script("")
     done = phalanx("run", script, PMI_RANK="1", PMI_SIZE="2")
     assert done.returncode == 0
@@ -353,7 +353,7 @@ def test_group_of_one_machine_under_mpirun_warns(phalanx, launch):
     ],
 )
 def test_group_that_is_whole_does_not_warn(phalanx, launch, variables, workers):
-    """There are no others."""
+    """All tasks that the environment describes are in it."""
     assert phalanx("run", "--workers", workers, launch.script(""), **variables).err == ""
 
 

@@ -141,14 +141,7 @@ class Request:
         except OSError as e:
             raise InvalidArgumentError("the current folder", f"it cannot be used: {e.strerror}.", "cd $HOME") from e
         if self.is_module:
-            # Only the first part: to find the others, Python would have to import it.
-            name = self.target.partition(".")[0]
-            if not name or (importlib.util.find_spec(name) or PathFinder.find_spec(name, [os.getcwd()])) is None:
-                raise InvalidArgumentError(
-                    f"-m {self.target}",
-                    f"Python finds no module {name!r} here or in {Path.cwd()}.",
-                    "phalanx run train.py, or the name of an installed module",
-                )
+            self._check_module()
             return
         if not os.path.exists(self.target):
             raise InvalidArgumentError(
@@ -171,6 +164,16 @@ class Request:
                 f"script={self.target!r}",
                 "it is a folder without __main__.py.",
                 f"phalanx run {shlex.quote(os.path.join(self.target, 'train.py'))}",
+            )
+
+    def _check_module(self) -> None:
+        # Only the first part: to find the others, Python would have to import it.
+        name = self.target.partition(".")[0]
+        if not name or (importlib.util.find_spec(name) or PathFinder.find_spec(name, [os.getcwd()])) is None:
+            raise InvalidArgumentError(
+                f"-m {self.target}",
+                f"Python finds no module {name!r} here or in {Path.cwd()}.",
+                "phalanx run train.py, or the name of an installed module",
             )
 
 

@@ -12,7 +12,7 @@ import click
 
 from phalanx._src.cluster.resolvers.base import stall_limit_s, start_timeout_s
 from phalanx._src.cluster.resolvers.environment import resolver_of_environment
-from phalanx._src.cluster.resolvers.launchers import LoneTask, lone_task
+from phalanx._src.cluster.resolvers.launchers import lone_task
 from phalanx._src.cluster.spec import Task, addresses_of_workers
 from phalanx._src.cluster.watch.pace import REPORT
 from phalanx._src.cluster.watch.profiles import PROFILE, Span, clear, merge
@@ -217,13 +217,13 @@ def _machines(request: Request) -> Machines:
     resolver = resolver_of_environment(os.environ)
     spec = resolver.cluster_spec() if resolver else None
     if resolver is None or not spec or resolver.task_type is None or resolver.task_id is None:
-        lone = lone_task(os.environ)
+        lone = lone_task(os.environ, command=shlex.join(request.command("python")))
         raise InvalidArgumentError(
             "--in-cluster",
             f"{lone.launch}, but nothing here has the addresses of the others."
             if lone
             else "nothing here describes a cluster.",
-            _hint_of(lone, request) if lone else "srun phalanx run --in-cluster ...",
+            lone.hint if lone else "srun phalanx run --in-cluster ...",
         )
     return Machines.of(spec, Task(resolver.task_type, resolver.task_id))
 
@@ -238,18 +238,16 @@ def _warn_of_cluster(request: Request) -> None:
         least = f"{request.least_workers or request.workers * count}:{request.workers * count}"
         what = f"The environment describes a cluster with {count} workers"
         hint = shlex.join(["phalanx", "run", "--in-cluster", "--workers", least, *command])
-    elif resolver is None and (lone := lone_task(os.environ, num_started=request.workers)):
-        what, hint = lone.launch, _hint_of(lone, request)
+    elif resolver is None and (
+        lone := lone_task(os.environ, num_started=request.workers, command=shlex.join(request.command("python")))
+    ):
+        what, hint = lone.launch, lone.hint
     else:
         return
     click.echo(
         f"phalanx: {what}, but this command starts a group on this machine alone, which trains by itself.\nHINT: {hint}",
         err=True,
     )
-
-
-def _hint_of(lone: LoneTask, request: Request) -> str:
-    return lone.hint.replace("python train.py", shlex.join(request.command("python")))
 
 
 def _require_no_evaluator(request: Request, template: str) -> None:

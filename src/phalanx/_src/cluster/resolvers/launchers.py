@@ -27,12 +27,13 @@ class LoneTask:
     hint: str
 
 
-def lone_task(environ: Mapping[str, str], *, num_started: int = 1) -> LoneTask | None:
+def lone_task(environ: Mapping[str, str], *, num_started: int = 1, command: str = "python train.py") -> LoneTask | None:
     """Returns the rank of this process in its launcher, if the environment does not describe a cluster but tells of other processes.
 
     Args:
       environ: the environment.
       num_started: how many tasks of a Slurm job this process is, or starts itself.
+      command: what each task should run, for the hint.
 
     Example:
       >>> print(lone_task({"PMI_RANK": "1", "PMI_SIZE": "2"}).launch)
@@ -47,13 +48,13 @@ def lone_task(environ: Mapping[str, str], *, num_started: int = 1) -> LoneTask |
             variable = f'export TF_CONFIG=\'{{"cluster": {{"worker": {addresses}}}, "task": {task}}}\''
             return LoneTask(
                 f"{name} has started {environ[size]} processes ({size}), and this is rank {environ[rank]} ({rank})",
-                f'./in_cluster.sh python train.py, with these lines in in_cluster.sh: {variable}; exec "$@"',
+                f'./in_cluster.sh {command}, with these lines in in_cluster.sh: {variable}; exec "$@"',
             )
     # Last: what `mpirun` starts in a script of sbatch has these variables too. Callers have found no step of srun.
     if environ.get("SLURM_JOB_ID") and _number(environ.get("SLURM_NTASKS")) > num_started:
         return LoneTask(
             f"The Slurm job has {environ['SLURM_NTASKS']} tasks (SLURM_NTASKS), and srun has not started this process",
-            "srun python train.py",
+            f"srun {command}",
         )
     return None
 

@@ -67,19 +67,20 @@ class RemoteRendezvous(threading.Thread):
                     ) from e
         self._told, self._standing = LauncherReport(), GroupStatus()
         self._messages = self._connection.messages((GroupStatus, GroupTerms, KillRequest))
+        self._require(terms)
+
+    def _require(self, terms: str) -> None:
+        """Checks that the first message has these terms. Closes the connection otherwise."""
         self._connection.socket.settimeout(_ANSWER_S)
         first = next(self._messages, None)
         self._connection.socket.settimeout(None)
-        if not isinstance(first, GroupTerms) or first.text != terms:
-            self._connection.close()
-            problem = (
-                f"it has {first.text}, and this machine {terms}"
-                if isinstance(first, GroupTerms)
-                else "it does not answer"
-            )
-            raise StartupError(
-                f"the group at {self.address}", f"{problem}.", "the same --workers and cluster on all machines"
-            )
+        if isinstance(first, GroupTerms) and first.text == terms:
+            return
+        self._connection.close()
+        problem = "it does not answer."
+        if isinstance(first, GroupTerms):
+            problem = f"it has {first.text}, and this machine {terms}."
+        raise StartupError(f"the group at {self.address}", problem, "the same --workers and cluster on all machines")
 
     def report(self, report: LauncherReport) -> GroupStatus:
         """See `Rendezvous.report`."""
