@@ -150,7 +150,7 @@ def save_in_all(strategy: phalanx.Strategy, folder: str, is_sharded: bool) -> li
         "e.weights.json": lambda path: keras.saving.save_weights(model, path, max_shard_size=0.0001),
         "f.h5": lambda path: model.save(path, include_optimizer=False),
     }
-    for turn in range(4):
+    for turn in range(2):
         for name, save in saves.items():
             path = os.path.join(folder, f"{turn}{name}")
             save(path)

@@ -422,6 +422,6 @@ def backed_up_fit(strategy: phalanx.Strategy, folder: str, **options: Any) -> li
             callbacks = [phalanx.keras.BackupAndRestore(folder, **options)] if stops else []
             callbacks += [] if after is None else [_Stop(after)]
             with contextlib.suppress(StopIteration):
-                model.fit(X[:160], Y[:160] % 3, batch_size=16, epochs=3, verbose=0, callbacks=callbacks)
+                model.fit(X[:160], Y[:160] % 3, batch_size=16, epochs=2, verbose=0, callbacks=callbacks)
         results.append([v.numpy() for v in [*model.variables, *model.optimizer.variables]])
     return results

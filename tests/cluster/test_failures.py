@@ -1,10 +1,10 @@
 """Processes that fail in the middle of the training, under the launcher: who is named, and where."""
 
 import re
+from contextlib import ExitStack
 
 import pytest
-from launching import RUN, script
-from launching import run as run_to_its_end
+from launching import RUN, end_of, script, started
 
 STALL_S = 10
 TRAIN = """
@@ -28,10 +28,15 @@ for number in range(1000):
 LOST = "[worker {}] phalanx.errors.PeerLostError: rank {} (127.0.0.1:"
 
 
-def run(folder, culprit, code, step="total.assign_add(1.0)"):
-    """Runs two workers of which one does something at step 20; returns the exit code, the output and the report."""
-    train = script(folder, TRAIN.replace("STEP", step))
-    return run_to_its_end(*RUN, 2, train, STALL_S, culprit, code)
+def start(folder, culprit, code, step="total.assign_add(1.0)"):
+    """Starts two workers of which one does something at step 20."""
+    return started(*RUN, 2, script(folder, TRAIN.replace("STEP", step)), STALL_S, culprit, code)
+
+
+def run(*arguments):
+    """Does the same, and returns the exit code, the output and the report."""
+    with start(*arguments) as process:
+        return end_of(process)
 
 
 NO_WORD = "exited without an error message (killed or crashed)"
@@ -81,11 +86,21 @@ STANDS = {
 }
 
 
+@pytest.fixture(scope="module")
+def groups_that_stand(tmp_path_factory):
+    """The groups of all cases, which wait for the end of the time limit together."""
+    with ExitStack() as stack:
+        yield {
+            case: stack.enter_context(start(tmp_path_factory.mktemp("stands"), 1, code))
+            for case, (code, _) in STANDS.items()
+        }
+
+
 @pytest.mark.parametrize("case", STANDS)
-def test_one_stands_still(tmp_path, case):
+def test_one_stands_still(groups_that_stand, case):
     """All that can write their stacks and end; the launcher's report names the one that stands, the step, and its lines."""
-    code, how = STANDS[case]
-    ended, out, report = run(tmp_path, 1, code)
+    _, how = STANDS[case]
+    ended, out, report = end_of(groups_that_stand[case])
     assert ended == 75, out + report
     assert re.match(r"The cluster could not continue: rank 1 \(127.0.0.1:\d+\) ", report)
     assert how in report

@@ -71,13 +71,13 @@ def trained(folder, freq, how, workers):
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(workers)], text
 
 
-@pytest.mark.cover(["workers"], {2})
+@pytest.mark.cover(["workers", "freq"], {(2, 4)})
+@pytest.mark.parametrize("freq", ["epoch", 4])
 @pytest.mark.parametrize("workers", [1, 2])
-def test_callbacks_continue_from_the_backup(tmp_path, workers):
+def test_callbacks_continue_from_the_backup(tmp_path, workers, freq):
     """Logs, learning rates, the epoch of the end and weights are those of a training run that nobody has killed."""
     expected, _ = trained(tmp_path / "undisturbed", "epoch", "alone", workers)
     assert 0 < expected[0]["stopped"] < 59
-    for freq in ("epoch", 4):
-        found, text = trained(tmp_path / f"{freq}", freq, "killed", workers)
-        assert found == expected
-        assert text.count("lock of Kill cannot be saved, so the callback may act differently after a restart.") >= 1
+    found, text = trained(tmp_path / "killed", freq, "killed", workers)
+    assert found == expected
+    assert text.count("lock of Kill cannot be saved, so the callback may act differently after a restart.") >= 1

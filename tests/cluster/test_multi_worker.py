@@ -8,6 +8,8 @@ import training
 from event_files import written
 from reference_training import train_on_one_device
 
+import phalanx
+
 SIZES = [(2, 1), (2, 2), (4, 1)]
 EVERYWHERE = pytest.mark.parametrize("size", SIZES, ids=["2x1", "2x2", "4x1"])
 
@@ -26,7 +28,8 @@ def replies(cluster, task, **kwargs):
     return found
 
 
-@pytest.mark.cover(["size", "model"], {((2, 1), "mlp_l2"), ((2, 2), "cnn")})
+# Two workers with a device each run such a loop in tests/guide/test_multi_worker_guide.py.
+@pytest.mark.cover(["size", "model"], {((2, 2), "cnn")})
 @EVERYWHERE
 @pytest.mark.parametrize(
     ("model", "optimizer", "sizes"),
@@ -64,7 +67,8 @@ SHARDED = [((2, 1), 1), ((2, 1), 2), ((2, 2), 1), ((2, 2), 2), ((2, 2), 4), ((4,
 """Sizes of clusters, and devices per replica: the shards belong to replicas, or to the devices of one, in one process or several."""
 
 
-@pytest.mark.cover(["size", "devices", "model"], {((2, 1), 1, "mlp_l2"), ((2, 1), 2, "lstm"), ((2, 2), 2, "mlp_l2")})
+# Shards of replicas with one device each are trained in test_sharded_variables.py.
+@pytest.mark.cover(["size", "devices", "model"], {((2, 1), 2, "lstm"), ((2, 2), 2, "mlp_l2")})
 @pytest.mark.parametrize(("size", "devices"), SHARDED)
 @pytest.mark.parametrize(
     ("model", "optimizer", "sizes"),
@@ -98,10 +102,15 @@ def test_fit_equals_one_device_on_every_process(cluster_of, reference, size, k):
     same(got, reference, rtol=1e-4, atol=1e-5)
 
 
+def one_device_model(optimizer=None):
+    """The small model in this process."""
+    return training.small_model(phalanx.OneDeviceStrategy("cpu:0"), optimizer)
+
+
 def test_predict_of_an_eager_model(cluster_of):
     """Each process has the rows of all, also without a program that gathers them."""
     rows = replies(cluster_of(2, 1), "predict_eagerly")[0]
-    same(rows, training.make_model().predict(training.X[:101], batch_size=training.BATCH, verbose=0))
+    same(rows, one_device_model().predict(training.X[:101], batch_size=training.BATCH, verbose=0))
 
 
 @pytest.mark.cover(["size"], {(2, 2)})
@@ -225,16 +234,15 @@ def test_estimator_on_every_process(cluster_of, tmp_path):
 def test_backup_and_restore(cluster_of, tmp_path, shared):
     """A training goes on from the chief's backup, whether or not the others see its disk."""
     got = replies(cluster_of(2, 1), "interrupted", folder=str(tmp_path), shared=shared)[0]
-    model = training.make_model()
-    model.fit(training.X, training.Y, **training.THREE_EPOCHS)
+    model = one_device_model(keras.optimizers.Adam(0.01))
+    model.fit(**training.THREE_EPOCHS)
     same(got, model.get_weights(), rtol=1e-4, atol=1e-5)
 
 
 def test_saving_accumulated_gradients(cluster_of, tmp_path):
     """The chief alone saves what all have accumulated, and does not wait for the others in vain."""
     got = replies(cluster_of(2, 1), "accumulated", path=str(tmp_path / "{batch}.keras"))[0]
-    model = training.make_model()
-    model.compile(keras.optimizers.Adam(0.01, gradient_accumulation_steps=3), model.loss)
+    model = one_device_model(keras.optimizers.Adam(0.01, gradient_accumulation_steps=3))
     model.fit(training.X[:640], training.Y[:640], batch_size=training.BATCH, shuffle=False, verbose=0)
     same(got, [v.numpy() for v in [*model.weights, *model.optimizer.variables]], rtol=1e-4, atol=1e-5)
     assert {p.name for p in tmp_path.iterdir()} == {"4.keras", "8.keras"}

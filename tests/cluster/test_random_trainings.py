@@ -12,7 +12,7 @@ from phalanx.errors import InputError
 pytestmark = KERAS_WARNS
 
 
-@draws(3, 60)
+@draws(2, 60)
 @hypothesis.given(st.sampled_from(["fit", "loop"]).flatmap(lambda way: trainings(way, st.sampled_from([2, 4]))))
 def test_any_training_in_two_processes(cluster_of, drawn):
     """With one replica or two each: both give what one device gives, and what each replica gives on its rows."""

@@ -19,7 +19,7 @@ class Slow(keras.callbacks.Callback):
 with strategy.scope():
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     model.compile("sgd", "mse")
-x = np.ones((600, 1), "float32")
+x = np.ones((300, 1), "float32")
 board = phalanx.keras.TensorBoard(sys.argv[1], write_graph=False, write_steps_per_second=True)
 model.fit(x, x, batch_size=6, epochs=3, verbose=0, callbacks=[Slow(), board])
 print("rank", strategy.topology.worker_index, len(phalanx.experimental.step_times()), flush=True)

@@ -145,17 +145,14 @@ def first_values(strategy: phalanx.Strategy) -> list[np.ndarray]:
 
 def predict_eagerly(strategy: phalanx.Strategy) -> np.ndarray:
     """The predictions of a model that is not compiled into programs."""
-    with strategy.scope():
-        model = make_model()
+    model = small_model(strategy)
     model.run_eagerly = True
     return model.predict(X[:101], batch_size=BATCH, verbose=0)
 
 
 def shuffled(strategy: phalanx.Strategy) -> list[float]:
     """The losses of a training whose order of rows nobody has chosen."""
-    with strategy.scope():
-        model = make_model()
-    return model.fit(X, Y, batch_size=BATCH, epochs=2, verbose=0).history["loss"]
+    return small_model(strategy).fit(X, Y, batch_size=BATCH, epochs=2, verbose=0).history["loss"]
 
 
 def verbs(strategy: phalanx.Strategy) -> dict[str, Any]:
@@ -200,8 +197,7 @@ class Stopping(keras.callbacks.Callback):
 
 def writing(strategy: phalanx.Strategy, folder: str, verbose: int) -> str:
     """Fits with all callbacks that write, into the same folder on all workers; returns what it prints."""
-    with strategy.scope():
-        model = make_model()
+    model = small_model(strategy)
     callbacks = [
         keras.callbacks.ModelCheckpoint(f"{folder}/{{epoch}}.keras"),
         keras.callbacks.CSVLogger(f"{folder}/log.csv"),
@@ -289,21 +285,18 @@ def interrupted(strategy: phalanx.Strategy, folder: str, shared: bool) -> list[n
     if not shared:
         folder = f"{folder}/{strategy.topology.worker_index}"
     for callbacks in ([Stopping(1)], []):
-        with strategy.scope():
-            model = make_model()
+        model = small_model(strategy, keras.optimizers.Adam(0.01))
         with contextlib.suppress(ZeroDivisionError):
-            model.fit(X, Y, callbacks=[keras.callbacks.BackupAndRestore(folder), *callbacks], **THREE_EPOCHS)
+            model.fit(callbacks=[keras.callbacks.BackupAndRestore(folder), *callbacks], **THREE_EPOCHS)
     return model.get_weights()
 
 
-THREE_EPOCHS = {"batch_size": BATCH, "epochs": 3, "shuffle": False, "verbose": 0}
+THREE_EPOCHS = {"x": X[:256], "y": Y[:256], "batch_size": BATCH, "epochs": 3, "shuffle": False, "verbose": 0}
 
 
 def accumulated(strategy: phalanx.Strategy, path: str) -> list[np.ndarray]:
     """Saves in the middle of a round of accumulated gradients; returns weights and slots."""
-    with strategy.scope():
-        model = make_model()
-        model.compile(keras.optimizers.Adam(0.01, gradient_accumulation_steps=3), model.loss)
+    model = small_model(strategy, keras.optimizers.Adam(0.01, gradient_accumulation_steps=3))
     saving = keras.callbacks.ModelCheckpoint(path, save_freq=4)
     model.fit(X[:640], Y[:640], batch_size=BATCH, shuffle=False, verbose=0, callbacks=[saving])
     return [v.numpy() for v in [*model.weights, *model.optimizer.variables]]
@@ -311,8 +304,7 @@ def accumulated(strategy: phalanx.Strategy, path: str) -> list[np.ndarray]:
 
 def diverged(strategy: phalanx.Strategy) -> None:
     """Lets the last worker assign a value of its own, once all are in sync."""
-    with strategy.scope():
-        model = make_model()
+    model = small_model(strategy)
     model.fit(X[:64], Y[:64], batch_size=BATCH, verbose=0, callbacks=[phalanx.keras.SyncCheck(1)])
     bias = model.weights[1]
     bias.assign(bias.value + (strategy.topology.worker_index == strategy.topology.num_workers - 1))
@@ -328,7 +320,7 @@ STOPPERS = {
 
 def stopped(strategy: phalanx.Strategy, ranks: list[int]) -> dict[str, int]:
     """Callbacks of some workers stop each loop after its fourth batch, and `fit` after its second epoch. Returns what was done."""
-    model = _small_model(strategy, keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9))
+    model = small_model(strategy, keras.optimizers.SGD(keras.optimizers.schedules.ExponentialDecay(0.1, 10, 0.9)))
     is_stopping, batches = strategy.topology.worker_index in ranks, dict.fromkeys(STOPPERS, 0)
 
     def stopper(flag: str) -> keras.callbacks.Callback:
@@ -392,7 +384,7 @@ def steered_apart(strategy: phalanx.Strategy) -> list[str]:
     plateau = keras.callbacks.ReduceLROnPlateau("score", mode="min", patience=0, factor=0.5)
     rates = keras.callbacks.LearningRateScheduler(lambda epoch: 0.1 / (1 + epoch * rank))
     for callbacks in ([OwnScore(), plateau], [rates], [Counted(1 + rank)], [Counted(1)]):
-        model = _small_model(strategy)
+        model = small_model(strategy)
         try:
             model.fit(X[:BATCH], Y[:BATCH], batch_size=BATCH, epochs=3, verbose=0, callbacks=callbacks)
         except phalanx.errors.DivergenceError as e:
@@ -400,17 +392,18 @@ def steered_apart(strategy: phalanx.Strategy) -> list[str]:
     return errors
 
 
-def _small_model(strategy: phalanx.Strategy, rate: Any = 0.1) -> keras.Model:
+def small_model(strategy: phalanx.Strategy, optimizer: keras.Optimizer | None = None) -> keras.Model:
+    """A compiled model of one layer, whose weights are those of the seed."""
+    keras.utils.set_random_seed(1)
     with strategy.scope():
         model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(1)])
-        model.compile(keras.optimizers.SGD(rate), "mse")
+        model.compile(optimizer or keras.optimizers.SGD(0.1), "mse")
     return model
 
 
 def different_rows(strategy: phalanx.Strategy, rows: list[int], method: str, source: str) -> None:
     """Fits or the like with the first of the rows; each worker with another number of them."""
-    with strategy.scope():
-        model = make_model()
+    model = small_model(strategy)
     own = rows[strategy.topology.worker_index]
     x, y = X[:own], Y[:own]
     if source == "arrays":

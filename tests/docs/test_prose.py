@@ -1,6 +1,7 @@
 """The English of pages, docstrings, comments and messages: phrases that were rewritten do not come back."""
 
 import ast
+import functools
 import inspect
 import io
 import re
@@ -91,11 +92,18 @@ def test_pages_have_none_of_the_phrases():
     assert not messages, "\n".join(messages)
 
 
-def prose_in(source):
+@functools.cache
+def modules():
+    """Returns the path, the text and all nodes of each module."""
+    texts = [(path, path.read_text("utf-8")) for path in sorted((ROOT / "src").rglob("*.py"))]
+    return [(path, text, [*ast.walk(ast.parse(text))]) for path, text in texts]
+
+
+def prose_in(source, nodes):
     """Returns the docstrings (of variables too) and comment lines of a module, each with its line number, with code left out."""
     texts = [
         (node.lineno, inspect.cleandoc(node.value.value))
-        for node in ast.walk(ast.parse(source))
+        for node in nodes
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
     ]
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)
@@ -107,16 +115,14 @@ def prose_in(source):
 
 def test_sources_have_none_of_the_phrases():
     """Docstrings and comments do not have them either."""
-    modules = sorted((ROOT / "src").rglob("*.py"))
-    messages = [m for path in modules for m in phrases_in(prose_in(path.read_text("utf-8")), SOURCE_PHRASES, path)]
+    messages = [m for path, *module in modules() for m in phrases_in(prose_in(*module), SOURCE_PHRASES, path)]
     assert not messages, "\n".join(messages)
 
 
-def messages_in(source):
+def messages_in(nodes):
     """Returns the texts of a module that are neither docstrings nor single words, such as messages, each with its line number."""
-    tree = ast.parse(source)
-    statements = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
-    for node in ast.walk(tree):
+    statements = {node.value for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
         if (
             isinstance(node, ast.Constant)
             and isinstance(node.value, str)
@@ -128,8 +134,7 @@ def messages_in(source):
 
 def test_messages_have_none_of_the_phrases():
     """Errors, warnings, reports and helps of commands do not have them either."""
-    modules = sorted((ROOT / "src").rglob("*.py"))
-    messages = [m for path in modules for m in phrases_in(messages_in(path.read_text("utf-8")), PHRASES, path)]
+    messages = [m for path, _, nodes in modules() for m in phrases_in(messages_in(nodes), PHRASES, path)]
     assert not messages, "\n".join(messages)
 
 

@@ -132,7 +132,7 @@ def found_by_cluster(folder):
         processes = []
         for job, index in tasks:
             config = json.dumps({"cluster": cluster, "task": {"type": job, "index": index}})
-            own = {"TF_CONFIG": config, "PHALANX_TOKEN": token, "PHALANX_CPU_DEVICES": None, "XLA_FLAGS": None}
+            own = {"TF_CONFIG": config, "PHALANX_TOKEN": token, "PHALANX_CPU_DEVICES": None}
             processes.append(stack.enter_context(process(__file__, path, **own)))
         for one in reversed(processes):  # The servers end with the chief.
             assert one.wait(DEADLINE_S) == 0, errors_of(one)

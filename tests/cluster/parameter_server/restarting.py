@@ -82,6 +82,7 @@ SHARDED = {
     "snapshot_every_s": 600.0,
 }
 SYNCHRONOUS = {"workers": 2, "max_staleness": 0}
+IN_ROUNDS_OF_ONE = {"workers": 1, "max_staleness": 0}
 
 
 def begins(options):
@@ -210,6 +211,7 @@ def fits():
 WAYS = {
     "sharded": [partial(is_killed, SHARDED), partial(is_killed, SHARDED, loses_a_server=True), partial(ends, SHARDED)],
     "synchronous": [partial(is_killed, SYNCHRONOUS), partial(ends, SYNCHRONOUS)],
+    "rounds_of_one": [partial(is_killed, IN_ROUNDS_OF_ONE), partial(ends, IN_ROUNDS_OF_ONE)],
     "one_server": [exits, leaves_a_stopped_server, cannot_use_it, closes_the_first, raises],
     "two_servers": [starts_half, loses_a_server, begins_anew],
     "fits": [fits, fits],

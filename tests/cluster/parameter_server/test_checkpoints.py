@@ -30,9 +30,8 @@ COVER = {
     (SERVERS, PROCESSES, "normalized"),
     (PROCESSES, PROCESSES, "normalized"),
     (SERVERS, SERVERS, "shared"),
-    ("mirrored_x4", PROCESSES, "normalized"),
-    (SERVERS, "central_x2", "shared"),
 }
+"""What one device has to do with both follows from the two tests above, and what other strategies have from the law of one process."""
 
 
 class InProcesses:

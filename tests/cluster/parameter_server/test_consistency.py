@@ -26,14 +26,15 @@ def synchronous(strategy_of):
     return strategy_of(max_staleness=0)
 
 
-def train_in_halves(strategy, name, *units):
-    """Two workers with half of each batch make the updates of one device with the whole. Returns weights of both."""
+def train_in_rounds(strategy, name, *units, workers=2):
+    """Workers with an equal part of each batch make the updates of one device with the whole. Returns weights of both."""
     coordinator = ClusterCoordinator(strategy)
     make = partial(mlp, *units)
     model, optimizer, counter = parts(strategy, lambda: (make(), OPTIMIZERS[name](), new_counter()))
     step = training(model, optimizer, counter)
-    do(coordinator, step, *((x[half], y[half]) for x, y in BATCHES for half in (slice(0, 4), slice(4, 8))))
-    assert int(counter.value) == 2 * len(BATCHES)
+    shares = [[np.split(rows, workers) for rows in batch] for batch in BATCHES]
+    do(coordinator, step, *((xs[i], ys[i]) for xs, ys in shares for i in range(workers)))
+    assert int(counter.value) == workers * len(BATCHES)
     assert int(optimizer.iterations.value) == len(BATCHES)
     return model.get_weights(), by_keras(make, OPTIMIZERS[name](), BATCHES).get_weights()
 
@@ -43,12 +44,16 @@ def train_in_halves(strategy, name, *units):
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_synchronous_training_is_that_of_one_device(synchronous, name):
     """With a staleness of 0."""
-    assert_same(*train_in_halves(synchronous, name, 5, 5))
+    assert_same(*train_in_rounds(synchronous, name, 5, 5))
 
 
-@pytest.mark.cover(["far"], {(1,)})
-@pytest.mark.parametrize(("far", "name"), [((), "adam"), ((1,), "momentum"), ((0,), "adam"), ((0, 1), "adam")], ids=str)
-def test_servers_on_other_machines(shared_strategies, monkeypatch, far, name):
+@pytest.mark.cover(["workers"], {1})
+@pytest.mark.parametrize(
+    ("far", "name", "workers"),
+    [((), "adam", 2), ((1,), "momentum", 1), ((1,), "momentum", 2), ((0,), "adam", 2), ((0, 1), "adam", 2)],
+    ids=str,
+)
+def test_servers_on_other_machines(shared_strategies, monkeypatch, far, name, workers):
     """Where a worker and a server have no memory in common, large arrays go by Ray, and the updates are the same."""
 
     class Server(client.ParameterServer):
@@ -57,9 +62,9 @@ def test_servers_on_other_machines(shared_strategies, monkeypatch, far, name):
 
     monkeypatch.setattr(client, "ParameterServer", Server)
     halves = phalanx.experimental.partitioners.FixedShardsPartitioner(2)
-    strategy = phalanx.ParameterServerStrategy(None, halves, workers=2, ps=2, max_staleness=0)
+    strategy = phalanx.ParameterServerStrategy(None, halves, workers=workers, ps=2, max_staleness=0)
     with contextlib.closing(strategy):
-        assert_same(*train_in_halves(strategy, name, 200, 200), rtol=1e-4, atol=1e-5)
+        assert_same(*train_in_rounds(strategy, name, 200, 200, workers=workers), rtol=1e-4, atol=1e-5)
 
 
 def test_no_tables_in_rounds(synchronous):

@@ -60,8 +60,10 @@ def after(updates):
     return {"updates": updates, "count": updates, "weights": values, "rows": values}
 
 
-@pytest.mark.cover(["options"], {"synchronous"})
-@pytest.mark.parametrize(("options", "restarts", "servers"), [("sharded", 2, 2), ("synchronous", 1, 1)])
+@pytest.mark.cover(["options"], {"rounds_of_one"})
+@pytest.mark.parametrize(
+    ("options", "restarts", "servers"), [("sharded", 2, 2), ("synchronous", 1, 1), ("rounds_of_one", 1, 1)]
+)
 def test_no_update_is_lost(options, restarts, servers):
     """The coordinator is killed, once after the loss of a server: the next one goes on with values, slots and number of updates."""
     code, starts, log = ended(options, restarts)

@@ -17,10 +17,21 @@ def nothing():
 def test_files_of_other_processes_are_waited_for(tmp_path):
     """`wait` returns when the file is there."""
     file = tmp_path / "a.safetensors"
-    background.expect(file, nothing)
+    background.expect({file}, nothing)
     threading.Timer(0.2, file.touch).start()
     background.wait()
     assert file.exists()
+
+
+def test_files_in_the_folder_of_the_chief(tmp_path, monkeypatch):
+    """Programs of tf.distribute give each worker a folder, in which nobody writes a file."""
+    monkeypatch.setattr(background, "_SILENCE_S", 1000.0)
+    there = tmp_path / "chief" / "a.safetensors"
+    there.parent.mkdir()
+    background.expect({tmp_path / "workertemp_1" / "a.safetensors", there}, nothing)
+    threading.Timer(0.2, there.touch).start()
+    background.wait()
+    assert there.exists()
 
 
 def test_files_that_other_processes_rename(tmp_path, monkeypatch):
@@ -36,7 +47,7 @@ def test_files_that_other_processes_rename(tmp_path, monkeypatch):
         (tmp_path / "a.safetensors").touch()
 
     thread = threading.Thread(target=write)
-    background.expect(tmp_path / "a.safetensors", nothing)
+    background.expect({tmp_path / "a.safetensors"}, nothing)
     thread.start()
     background.wait()
     thread.join()
@@ -46,13 +57,13 @@ def test_files_that_other_processes_rename(tmp_path, monkeypatch):
 def test_files_that_nobody_writes_are_not_waited_for(tmp_path, monkeypatch):
     """For long; and not at all if another one is expected since."""
     monkeypatch.setattr(background, "_SILENCE_S", 0.1)
-    background.expect(tmp_path / "never", nothing)
+    background.expect({tmp_path / "never"}, nothing)
     background.wait()
     monkeypatch.setattr(background, "_SILENCE_S", 1000.0)
-    background.expect(tmp_path / "never", nothing)
+    background.expect({tmp_path / "never"}, nothing)
     first = background._writing
     (tmp_path / "there").touch()
-    background.expect(tmp_path / "there", nothing)
+    background.expect({tmp_path / "there"}, nothing)
     first.join()
     background.wait()
 

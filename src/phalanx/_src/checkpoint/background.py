@@ -2,11 +2,12 @@
 """Writes checkpoints in a background thread, one after the other."""
 
 import atexit
+import itertools
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from phalanx._src.checkpoint import shards
@@ -39,45 +40,50 @@ _POLL_S, _SILENCE_S = 0.02, 10.0
 _REMOTE_POLL_S, _REMOTE_S = 0.5, 1800.0
 
 
-def expect(file: Path, write_first: Callable[[], None]) -> None:
-    """Begins to write what this process has of a checkpoint, and to wait for the file of the chief: `wait` returns when it is there."""
+def expect(files: Collection[Path], write_first: Callable[[], None]) -> None:
+    """Begins to write what this process has of a checkpoint, and to wait for the file of the chief: `wait` returns when it is there.
+
+    Args:
+      files: where the file may be: as this process names it, and as the chief does.
+      write_first: writes what this process has.
+    """
 
     def write_and_wait() -> None:
         write_first()
-        _arrive(file)
+        _arrive(files)
 
     submit(write_and_wait)
 
 
-def _arrive(file: Path) -> None:
-    """Waits for a file, as long as a process writes it and none expects another one."""
+def _arrive(files: Collection[Path]) -> None:
+    """Waits for one of the files, as long as a process writes it and none expects another one."""
 
     def has_ended() -> bool:
         # Python joins this thread when the main one has ended. The chief may have ended without its file, so no more waiting then.
         is_wanted = threading.current_thread() is _writing and threading.main_thread().is_alive()
-        return not is_wanted or file.exists()
+        return not is_wanted or any(file.exists() for file in files)
 
     # If nothing grows, its process has ended, or writes where this one does not see it. Others tell of the former.
-    _wait_while_written(has_ended, file.parent, f".{file.name}.*.part", _SILENCE_S)
+    _wait_while_written(has_ended, [file.parent / f".{file.name}.*.part" for file in files], _SILENCE_S)
 
 
-def _wait_while_written(has_ended: Callable[[], bool], folder: Path, parts: str, silence_s: float) -> bool:
-    """Waits as long as the unfinished files of a folder grow.
+def _wait_while_written(has_ended: Callable[[], bool], parts: Collection[Path], silence_s: float) -> bool:
+    """Waits as long as unfinished files grow.
 
     Args:
       has_ended: whether there is nothing more to wait for.
-      folder: the folder.
-      parts: the pattern of the names of the unfinished files.
+      parts: the patterns of the names of the unfinished files, in their folders.
       silence_s: time in seconds in which they must grow.
 
     Returns:
       Whether there is nothing more to wait for.
     """
     size, since_s, poll_s = -1, time.monotonic(), _POLL_S
-    if is_remote(folder):  # Nobody sees how much of a file has arrived there.
+    local = [each for each in parts if not is_remote(each)]
+    if not local:  # Nobody sees how much of a file has arrived there.
         silence_s, poll_s = _REMOTE_S, _REMOTE_POLL_S
     while not has_ended():
-        unfinished = () if is_remote(folder) else folder.glob(parts)
+        unfinished = itertools.chain.from_iterable(each.parent.glob(each.name) for each in local)
         written = sum(status.st_size for _, status in shards.with_status(unfinished))
         if written != size:
             size, since_s = written, time.monotonic()
@@ -109,7 +115,7 @@ def sums_of_pieces(file: Path, ranks: Sequence[int]) -> dict[str, str]:
     def missing() -> list[int]:
         return [rank for rank in ranks if not shards.file_of_rank(file, rank).exists()]
 
-    is_complete = _wait_while_written(lambda: not missing(), shards.folder_of(file), ".*.part", _PIECES_S)
+    is_complete = _wait_while_written(lambda: not missing(), [shards.folder_of(file) / ".*.part"], _PIECES_S)
     # Looks again, because the last file may have been renamed since the last poll.
     if not is_complete and (left := missing()):
         raise CheckpointError(

@@ -23,7 +23,7 @@ from phalanx._src.checkpoint.objects import Snapshot
 from phalanx._src.checkpoint.remote import absolute
 from phalanx._src.checkpoint.restoration import Restoration
 from phalanx._src.checkpoint.status import CheckpointStatus
-from phalanx._src.checkpoint.store import CheckpointFile, file_of, refuse_existing, write
+from phalanx._src.checkpoint.store import CheckpointFile, file_of, path_of, refuse_existing, write
 from phalanx._src.cluster.watch import membership
 from phalanx._src.compat import is_lifting, settle_models
 from phalanx._src.input.wire import exchange_bytes
@@ -303,7 +303,7 @@ class Checkpoint(Holder):
 
         try:
             with _ExclusiveCall(call):
-                _together(topology, call, prepare)
+                _, path_of_chief = _together(topology, call, prepare, path_of(file))
                 snapshot = Snapshot(topology)
                 # Collective: reading a variable may combine values of all processes. So `_together` comes before it.
                 capture(self, snapshot)
@@ -311,7 +311,9 @@ class Checkpoint(Holder):
                 if is_chief:
                     background.submit(functools.partial(_finish, file, snapshot, after))
                 else:
-                    background.expect(file, functools.partial(_write_pieces, file, snapshot))
+                    # Programs of tf.distribute give each worker its own folder. Only that of the chief gets a file.
+                    files = {file, file_of(path_of_chief)}
+                    background.expect(files, functools.partial(_write_pieces, file, snapshot))
                 if options is not None and not options.enable_async:
                     background.wait()
         except PeerLostError as e:
@@ -334,7 +336,7 @@ class Checkpoint(Holder):
             if method == "restore":
                 _ = self.save_counter  # Created, so that it is restored.
             # If one process refuses the checkpoint, none has begun with it.
-            restoration = _together(_topology(), call, lambda: Restoration(self, CheckpointFile(path)))
+            restoration, _ = _together(_topology(), call, lambda: Restoration(self, CheckpointFile(path)))
             restoration.begin()
             status = CheckpointStatus(restoration, self)
             self._file = absolute(restoration.stored.file)
@@ -418,36 +420,36 @@ def of_chief(text: str) -> str:
     return exchange_bytes(text.encode(), _topology().exchange)[0].decode()
 
 
-def _together(topology: Topology, call: str, prepare: Callable[[], T]) -> T:
+def _together(topology: Topology, call: str, prepare: Callable[[], T], text: str = "") -> tuple[T, str]:
     """Calls `prepare` on all workers. The watchdog reports a worker that does not make the call.
 
     Returns:
-      The result of `prepare` on this worker.
+      The result of `prepare` on this worker, and the text that the chief passed.
 
     Raises:
       CheckpointError: the workers made different calls, or `prepare` failed on one of them.
     """
     if topology.num_workers == 1:
-        return prepare()
+        return prepare(), text
     result, error = None, None
     try:
         result = prepare()
     # Any other exception leaves here. The watchdog then reports this process to those that wait in the exchange.
     except PhalanxError as e:
         error = e
-    message = json.dumps([call, "" if error is None else str(error)])
+    message = json.dumps([call, "" if error is None else str(error), text])
     messages = [json.loads(text) for text in exchange_bytes(message.encode(), topology.exchange)]
     if error is not None:
         raise error
     # Only calls, not files: programs of tf.distribute give the manager of each worker its own folder (`workertemp_1`).
-    different = [f"rank {rank}: {called}" for rank, (called, _) in enumerate(messages) if called != messages[0][0]]
+    different = [f"rank {rank}: {called}" for rank, (called, *_) in enumerate(messages) if called != messages[0][0]]
     if different:
         raise CheckpointError(
             f"{call} in rank {topology.worker_index} of {topology.num_workers} processes",
             f"the processes made different calls: rank 0: {messages[0][0]}; {'; '.join(different)}.",
             "the same call with the same path in all processes, in a folder that all of them see",
         )
-    failed = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(messages) if text]
+    failed = [f"rank {rank}: {problem}" for rank, (_, problem, _) in enumerate(messages) if problem]
     if failed:
         raise CheckpointError(call, f"failed in other processes. {' '.join(failed)}")
-    return result  # type: ignore[return-value]
+    return result, messages[0][2]  # type: ignore[return-value]
