@@ -63,7 +63,7 @@ def updated(params, gradients):
     return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients)
 
 
-@draws(13, 500)
+@draws(5, 500)
 @hypothesis.given(
     st.sampled_from(sorted(MODELS)),
     st.sampled_from(sorted(LOSSES)),

@@ -14,14 +14,14 @@ def in_this_process(drawn):
     return lambda train: train(strategy, drawn)
 
 
-@draws(10, 250)
+@draws(4, 250)
 @hypothesis.given(trainings("fit"))
 def test_fit_is_that_of_one_device(drawn):
     """History, scores, predictions and weights."""
     assert_law(drawn, in_this_process(drawn))
 
 
-@draws(14, 250)
+@draws(5, 250)
 @hypothesis.given(trainings("loop"))
 def test_a_loop_is_that_of_one_device(drawn):
     """Losses, outputs, metrics and weights; and what each replica computes of its rows."""
