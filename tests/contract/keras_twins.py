@@ -18,6 +18,9 @@ EVEN = X[:16], Y[:16]
 # Three batches, the last one of five rows.
 FIT = {"batch_size": 8, "shuffle": False, "verbose": 0}
 EVALUATE = {"batch_size": 8, "verbose": 0}
+# Three batches of seven rows, which two replicas share unevenly: half as many programs, where a short batch shows nothing more.
+SEVENS = FIT | {"batch_size": 7}
+SEVENS_TESTED = EVALUATE | {"batch_size": 7}
 
 
 def linear():
@@ -81,7 +84,8 @@ def agree(strategy, make, act, *, k=1, state=True, compiles=False, **tolerance):
     """Asserts that `act(model)` returns the same of both twins and leaves them in the same state; returns them.
 
     The model of the strategy takes `k` steps per execution. `compiles` is for twins whose layers add losses: Keras tells these by
-    their ids, which are used again from step to step, so that it misses one now and then if it runs step by step.
+    their ids, which are used again from step to step, so that it misses one now and then if it runs step by step. And for twins
+    with operations that few tests share: each of these would be a program.
     """
     models = made(make, strategy), made(make)
     models[0].steps_per_execution = k
@@ -129,9 +133,9 @@ def same(ours, theirs, rtol=1e-4, atol=1e-6):
 
 
 def history(*args, **kwargs):
-    """Returns an act: `fit`, whose history it returns."""
+    """Returns an act: `fit` on batches of seven rows, whose history it returns."""
     args = args or (X, Y)
-    return lambda model: model.fit(*args, **FIT | kwargs).history
+    return lambda model: model.fit(*args, **SEVENS | kwargs).history
 
 
 def everything(x, y, **kwargs):

@@ -16,6 +16,8 @@ from keras import layers, ops
 from keras_twins import (
     EVALUATE,
     FIT,
+    SEVENS,
+    SEVENS_TESTED,
     WEIGHTS,
     Calls,
     X,
@@ -74,7 +76,6 @@ COVER = [
     "no_epoch",
     "batch_size_of_keras",
     "epochs_of_one_step_in_groups",
-    "epochs_of_all_steps",
 ]
 
 
@@ -151,9 +152,9 @@ def test_training_argument_is_true_only_in_fit(strategy):
 
     make = compiled(lambda: keras.Sequential([layers.Input((3,)), Doubling()]))
     model = made(make, strategy)
-    same(model.fit(X, 0 * X, **FIT).history["loss"][0], 4 * np.square(X).mean())
-    same(model.evaluate(X, 0 * X, **EVALUATE), 0.0)
-    same(model.predict(X, **EVALUATE), 0 * X)
+    same(model.fit(X, 0 * X, **SEVENS).history["loss"][0], 4 * np.square(X).mean())
+    same(model.evaluate(X, 0 * X, **SEVENS_TESTED), 0.0)
+    same(model.predict(X, **SEVENS_TESTED), 0 * X)
 
 
 def test_training_argument_of_a_layer(strategy):
@@ -240,7 +241,7 @@ def test_callbacks_of_groups(strategy):
 def test_steps_per_epoch_that_do_not_match(model, steps):
     """Three batches: after epochs that they cannot fill, the next one begins anew."""
     calls = Calls()
-    fitted = model.fit(X, Y, **FIT, epochs=4, steps_per_epoch=steps, callbacks=[calls]).history
+    fitted = model.fit(X, Y, **SEVENS, epochs=4, steps_per_epoch=steps, callbacks=[calls]).history
     return fitted, calls.of("on_train_batch_end", "on_epoch_end")
 
 
@@ -248,7 +249,7 @@ def test_too_few_batches_are_warned_of(strategy):
     """Whoever asks for more steps than there are batches is told, with the line of `fit`."""
     found = r"data ended after 3 of 5 steps of an epoch.\nHINT: dataset.repeat\(\)"
     with pytest.warns(UserWarning, match=found) as caught:
-        made(compiled(), strategy).fit(X, Y, **FIT, steps_per_epoch=5)
+        made(compiled(), strategy).fit(X, Y, **SEVENS, steps_per_epoch=5)
     assert __file__ in {w.filename for w in caught}
 
 
@@ -258,7 +259,7 @@ def test_epochs_and_steps_capped(strategy):
     def act(model):
         calls = Calls()
         with pytest.warns(UserWarning, match="Limiting"):
-            model.fit(X, Y, **FIT, epochs=3, callbacks=[calls])
+            model.fit(X, Y, **SEVENS, epochs=3, callbacks=[calls])
         return calls.of("on_epoch_end", "on_train_batch_end")
 
     keras.config.set_max_epochs(2)
@@ -288,18 +289,18 @@ def endless(*arrays):
 @agreeing(compiled())
 def test_weights_set_between_fits(model, tmp_path):
     """The next fit goes on from them, whether they were set or loaded."""
-    losses = model.fit(X, Y, **FIT).history["loss"]
+    losses = model.fit(X, Y, **SEVENS).history["loss"]
     model.save_weights(tmp_path / "w.weights.h5")
     model.set_weights([np.ones_like(w) for w in model.get_weights()])
-    losses += model.fit(X, Y, **FIT).history["loss"]
+    losses += model.fit(X, Y, **SEVENS).history["loss"]
     model.load_weights(tmp_path / "w.weights.h5")
-    return losses + model.fit(X, Y, **FIT).history["loss"]
+    return losses + model.fit(X, Y, **SEVENS).history["loss"]
 
 
 def test_where_a_model_is_made_and_compiled(strategy):
     """In the scope and outside, in either order; a clone belongs to another scope, and to none what none has seen."""
     theirs = made(compiled())
-    expected = theirs.fit(X, Y, **FIT).history
+    expected = theirs.fit(X, Y, **SEVENS).history
     assert theirs.train_function is not None
     make = lambda: keras.Sequential([layers.Input((3,)), layers.Dense(2, name="out")])  # noqa: E731
     outside, inside = made(make), made(make, strategy)
@@ -307,29 +308,29 @@ def test_where_a_model_is_made_and_compiled(strategy):
         outside.compile(keras.optimizers.SGD(0.3, momentum=0.5), "mse")
     inside.compile(keras.optimizers.SGD(0.3, momentum=0.5), "mse")
     for model in (outside, inside):
-        same(model.fit(X, Y, **FIT).history, expected)
+        same(model.fit(X, Y, **SEVENS).history, expected)
         assert len(model.weights[0].value.sharding.device_set) == 2
     with phalanx.OneDeviceStrategy(strategy.extended.worker_devices[1]).scope():
         clone = keras.models.clone_model(inside)
         clone.compile("sgd", "mse")
-    clone.fit(X, Y, **FIT)
+    clone.fit(X, Y, **SEVENS)
     assert len(clone.weights[0].value.sharding.device_set) == 1
 
 
 @agreeing(compiled())
 def test_history_is_of_the_last_fit(model):
     """`fit` returns it, the model keeps it, and it has the parameters of the loop, whose epochs start with the initial one."""
-    model.fit(X, Y, **FIT, epochs=3)
-    returned = model.fit(X, Y, **FIT, initial_epoch=2, epochs=4)
+    model.fit(X, Y, **SEVENS, epochs=3)
+    returned = model.fit(X, Y, **SEVENS, initial_epoch=2, epochs=4)
     assert model.history is returned
     return returned.epoch, returned.history, returned.params
 
 
 def test_metrics_start_anew_each_epoch(strategy):
     model = made(compiled(optimizer=lambda: keras.optimizers.SGD(0.0)), strategy)
-    fitted = model.fit(np.concatenate([X, 3 * X]), np.concatenate([Y, Y]), **FIT, epochs=3, validation_data=(X, Y))
+    fitted = model.fit(np.concatenate([X, 3 * X]), np.concatenate([Y, Y]), **SEVENS, epochs=3, validation_data=(X, Y))
     same(fitted.history["loss"], [fitted.history["loss"][0]] * 3)
-    same(fitted.history["val_loss"], [model.evaluate(X, Y, **EVALUATE)] * 3)
+    same(fitted.history["val_loss"], [model.evaluate(X, Y, **SEVENS_TESTED)] * 3)
     assert fitted.history["loss"][0] > 1.5 * fitted.history["val_loss"][0]
 
 
@@ -380,16 +381,16 @@ VALIDATION = {
 @agreeing(compiled(metrics=["mae"], weighted_metrics=["mse"]))
 def test_arguments_of_validation(model, given):
     calls = Calls()
-    return model.fit(X, Y, **FIT, **given, callbacks=[calls]).history, calls.of("on_epoch_end", "on_test_begin")
+    return model.fit(X, Y, **SEVENS, **given, callbacks=[calls]).history, calls.of("on_epoch_end", "on_test_begin")
 
 
 @agreeing(compiled())
 def test_validation_goes_on_after_wrong_validation_data(model):
     """A fit whose validation fails leaves a model whose next fit is right."""
-    model.fit(X, Y, **FIT, validation_data=(X, Y))
+    model.fit(X, Y, **SEVENS, validation_data=(X, Y))
     with pytest.raises(Exception, match=r"."):
-        model.fit(X, Y, **FIT, validation_data=(X[None], Y[None]))
-    return model.fit(X, Y, **FIT, validation_data=(X[:5], Y[:5])).history
+        model.fit(X, Y, **SEVENS, validation_data=(X[None], Y[None]))
+    return model.fit(X, Y, **SEVENS, validation_data=(X[:5], Y[:5])).history
 
 
 def test_programs_are_traced_once(strategy):
@@ -415,20 +416,21 @@ def test_variables_of_a_first_predict(model):
     """An optimizer is not needed to predict, and predict leaves the metrics alone."""
     model.train_on_batch(X, Y)
     before = model.get_metrics_result()
-    model.predict(X, **EVALUATE)
+    model.predict(X, **SEVENS_TESTED)
     return {k: float(v) for k, v in before.items()}, {k: float(v) for k, v in model.get_metrics_result().items()}
 
 
-@pytest.mark.parametrize("verbose", [0, 1, 2])
-def test_verbose_controls_what_is_printed(strategy, capsys, verbose):
+def test_verbose_controls_what_is_printed(strategy, capsys):
     """Nothing, a bar, or a line for each epoch."""
     model = made(compiled(metrics=["mae"], steps_per_execution=2), strategy)
-    model.fit(X, Y, batch_size=8, epochs=2, verbose=verbose, validation_data=(X, Y))
-    out = capsys.readouterr().out
-    assert [text in out for text in ("Epoch 2/2", "3/3", " mae: ", "val_mae", "loss: ")] == [verbose != 0] * 5
-    for call in (lambda: model.evaluate(X, Y, batch_size=8, verbose=verbose), lambda: model.predict(X, 8, verbose)):
-        call()
-        assert ("3/3" in capsys.readouterr().out) == (verbose != 0)
+    for verbose in (0, 1, 2):
+        model.fit(X, Y, batch_size=7, epochs=2, verbose=verbose, validation_data=(X, Y))
+        out = capsys.readouterr().out
+        found = [text in out for text in ("Epoch 2/2", "3/3", " mae: ", "val_mae", "loss: ")]
+        assert found == [verbose != 0] * 5, verbose
+        for method, data in ((model.evaluate, (X, Y)), (model.predict, (X,))):
+            method(*data, batch_size=7, verbose=verbose)
+            assert ("3/3" in capsys.readouterr().out) == (verbose != 0), verbose
 
 
 def test_a_bar_without_a_known_end(strategy, capsys):

@@ -13,7 +13,22 @@ import keras
 import numpy as np
 import pytest
 from keras import callbacks, layers, ops
-from keras_twins import EVALUATE, FIT, Calls, X, Y, agree, agreeing, compiled, linear, made, same, state_of
+from keras_twins import (
+    EVALUATE,
+    FIT,
+    SEVENS,
+    SEVENS_TESTED,
+    Calls,
+    X,
+    Y,
+    agree,
+    agreeing,
+    compiled,
+    linear,
+    made,
+    same,
+    state_of,
+)
 from strategy_table import on
 
 pytestmark = on("mirrored_x2")
@@ -41,7 +56,7 @@ def test_logs_are_numbers(strategy):
         on_train_batch_end=lambda step, logs: seen.append(f"{logs['loss']:.3f}"),
         on_epoch_end=lambda epoch, logs: seen.append(logs["loss"] + logs["val_loss"] > 0),
     )
-    made(ACCURATE, strategy).fit(X, Y, **FIT, validation_data=(X, Y), callbacks=[watch])
+    made(ACCURATE, strategy).fit(X, Y, **SEVENS, validation_data=(X, Y), callbacks=[watch])
     assert all(len(text) >= 5 for text in seen[:3])
     assert seen[3]
 
@@ -62,7 +77,7 @@ def test_aliases_of_train_batch(strategy):
 
     def act(model):
         old = Old()
-        model.fit(X, Y, **FIT, validation_data=(X, Y), callbacks=[old])
+        model.fit(X, Y, **SEVENS, validation_data=(X, Y), callbacks=[old])
         return old.seen
 
     agree(strategy, compiled(), act)
@@ -74,7 +89,7 @@ def test_a_list_of_callbacks_made_before(model, method):
     calls = Calls()
     given = callbacks.CallbackList([calls], model=model, add_history=method == "fit")
     data = (X,) if method == "predict" else (X, Y)
-    getattr(model, method)(*data, **(FIT if method == "fit" else EVALUATE), callbacks=given)
+    getattr(model, method)(*data, **(SEVENS if method == "fit" else SEVENS_TESTED), callbacks=given)
     return calls.all
 
 
@@ -115,9 +130,9 @@ def test_callbacks_may_write_variables(strategy):
             self.model.layers[0].bias.assign(self.model.layers[0].bias * 0.5)
 
     def act(model):
-        fitted = model.fit(X, Y, **FIT, epochs=2, validation_data=(X, Y), callbacks=[Adding()]).history
-        tested = model.evaluate(X, Y, **EVALUATE, callbacks=[Adding()])
-        return fitted, tested, model.predict(X, **EVALUATE, callbacks=[Adding()])
+        fitted = model.fit(X, Y, **SEVENS, epochs=2, validation_data=(X, Y), callbacks=[Adding()]).history
+        tested = model.evaluate(X, Y, **SEVENS_TESTED, callbacks=[Adding()])
+        return fitted, tested, model.predict(X, **SEVENS_TESTED, callbacks=[Adding()])
 
     agree(strategy, compiled(), act)
 
@@ -144,7 +159,7 @@ def test_callbacks_may_set_the_learning_rate(model):
         at.model.optimizer.learning_rate = 0.3 / (step + 2)
 
     at = callbacks.LambdaCallback(on_train_batch_end=lower)
-    return model.fit(X, Y, **FIT, callbacks=[at]).history
+    return model.fit(X, Y, **SEVENS, callbacks=[at]).history
 
 
 @agreeing(compiled())
@@ -152,10 +167,10 @@ def test_evaluate_and_predict_within_fit(model):
     seen = []
 
     def look(epoch, logs):
-        seen.append(model.evaluate(X[:8], Y[:8], **EVALUATE))
-        seen.append(model.predict(X[:8], **EVALUATE))
+        seen.append(model.evaluate(X[:7], Y[:7], **SEVENS_TESTED))
+        seen.append(model.predict(X[:7], **SEVENS_TESTED))
 
-    fitted = model.fit(X, Y, **FIT, epochs=2, callbacks=[callbacks.LambdaCallback(on_epoch_end=look)])
+    fitted = model.fit(X, Y, **SEVENS, epochs=2, callbacks=[callbacks.LambdaCallback(on_epoch_end=look)])
     return fitted.history, seen
 
 
@@ -190,14 +205,14 @@ STEERING = {
 @agreeing(ACCURATE)
 def test_steering_callbacks_have_the_same_effect(model, callback, epochs):
     """As many epochs, the same rates, the same weights as with Keras."""
-    fitted = model.fit(X, Y, **FIT, epochs=epochs, validation_data=(X, Y), callbacks=[callback()])
+    fitted = model.fit(X, Y, **SEVENS, epochs=epochs, validation_data=(X, Y), callbacks=[callback()])
     return fitted.epoch, fitted.history, float(model.optimizer.learning_rate)
 
 
 @agreeing(compiled())
 def test_early_stopping_used_again(model):
     stop = callbacks.EarlyStopping("loss", patience=1, min_delta=10.0)
-    return [model.fit(X, Y, **FIT, epochs=4, callbacks=[stop]).epoch for _ in range(2)]
+    return [model.fit(X, Y, **SEVENS, epochs=4, callbacks=[stop]).epoch for _ in range(2)]
 
 
 @pytest.mark.parametrize(
@@ -211,18 +226,18 @@ def test_rates_that_are_a_schedule_already(strategy, make):
     schedule = keras.optimizers.schedules.PolynomialDecay(0.1, 3)
     model = made(compiled(optimizer=lambda: keras.optimizers.SGD(schedule)), strategy)
     with pytest.raises(TypeError, match="its learning rate is not settable"):
-        model.fit(X, Y, **FIT, epochs=4, callbacks=[make()])
+        model.fit(X, Y, **SEVENS, epochs=4, callbacks=[make()])
 
 
 def test_monitoring_what_is_not_there(strategy):
     with pytest.warns(UserWarning, match=r"val_loss.* which is not available. Available metrics are: loss"):
-        made(compiled(), strategy).fit(X, Y, **FIT, callbacks=[callbacks.EarlyStopping("val_loss")])
+        made(compiled(), strategy).fit(X, Y, **SEVENS, callbacks=[callbacks.EarlyStopping("val_loss")])
 
 
 def test_verbose_callbacks_print_what_they_do(strategy, capsys):
     schedule = callbacks.LearningRateScheduler(lambda epoch: 0.01, verbose=1)
     stop = callbacks.EarlyStopping("loss", min_delta=10.0, verbose=1)
-    made(compiled(), strategy).fit(X, Y, **FIT, epochs=4, callbacks=[schedule, stop])
+    made(compiled(), strategy).fit(X, Y, **SEVENS, epochs=4, callbacks=[schedule, stop])
     out = capsys.readouterr().out
     assert "setting learning rate to 0.01" in out
     assert "early stopping" in out
@@ -237,7 +252,7 @@ def test_model_checkpoint_saves_the_same_files(strategy, tmp_path, how):
     def act(model):
         place = tmp_path / str(len(files))
         save = callbacks.ModelCheckpoint(f"{place}/{{epoch}}.weights.h5", save_weights_only=True, **how)
-        model.fit(X, Y, **FIT, epochs=2, validation_data=(X, Y), callbacks=[save])
+        model.fit(X, Y, **SEVENS, epochs=2, validation_data=(X, Y), callbacks=[save])
         files.append(place)
         return sorted(path.name for path in place.iterdir())
 
@@ -253,10 +268,10 @@ def test_checkpoints_of_whole_models(strategy, tmp_path):
     """What was saved in the middle trains on where it was, without a strategy."""
     save = callbacks.ModelCheckpoint(tmp_path / "{epoch}.keras")
     ours, theirs = made(ACCURATE, strategy), made(ACCURATE)
-    ours.fit(X, Y, **FIT, epochs=2, callbacks=[save])
-    theirs.fit(X, Y, **FIT)
+    ours.fit(X, Y, **SEVENS, epochs=2, callbacks=[save])
+    theirs.fit(X, Y, **SEVENS)
     loaded = keras.models.load_model(tmp_path / "1.keras")
-    same(loaded.fit(X, Y, **FIT).history, theirs.fit(X, Y, **FIT).history)
+    same(loaded.fit(X, Y, **SEVENS).history, theirs.fit(X, Y, **SEVENS).history)
     same(ours.get_weights(), loaded.get_weights())
 
 
@@ -283,9 +298,9 @@ def test_backup_and_restore(strategy, tmp_path, frequency):
     for scope in (strategy, None):
         backup = lambda: callbacks.BackupAndRestore(tmp_path / str(len(results)), save_freq=frequency)  # noqa: B023, E731
         with pytest.raises(RuntimeError, match="interrupted"):
-            made(ACCURATE, scope).fit(X, Y, **FIT, epochs=4, callbacks=[backup(), Interrupted(2, 1)])
+            made(ACCURATE, scope).fit(X, Y, **SEVENS, epochs=4, callbacks=[backup(), Interrupted(2, 1)])
         model = made(ACCURATE, scope)
-        fitted = model.fit(X, Y, **FIT, epochs=4, callbacks=[backup()])
+        fitted = model.fit(X, Y, **SEVENS, epochs=4, callbacks=[backup()])
         results.append((fitted.epoch, fitted.history, state_of(model)))
     same(*results)
 
@@ -296,7 +311,7 @@ def test_csv_logger_writes_and_appends_lines(strategy, tmp_path):
     model, losses = made(ACCURATE, strategy), []
     for append in (False, True):
         log = callbacks.CSVLogger(path, separator=";", append=append)
-        losses += model.fit(X, Y, **FIT, epochs=2, validation_data=(X, Y), callbacks=[log]).history["val_loss"]
+        losses += model.fit(X, Y, **SEVENS, epochs=2, validation_data=(X, Y), callbacks=[log]).history["val_loss"]
     lines = list(csv.DictReader(path.read_text().splitlines(), delimiter=";"))
     assert list(lines[0]) == ["epoch", "loss", "mae", "val_loss", "val_mae"]
     same([float(line["val_loss"]) for line in lines], losses)
@@ -309,7 +324,7 @@ NOT_A_NUMBER = np.where(np.arange(21)[:, None] == 9, np.nan, X).astype("float32"
 def test_terminate_on_nan(model):
     """After the second of three steps, where the loss is no number."""
     calls = Calls()
-    model.fit(NOT_A_NUMBER, Y, **FIT, epochs=3, callbacks=[callbacks.TerminateOnNaN(), calls])
+    model.fit(NOT_A_NUMBER, Y, **SEVENS, epochs=3, callbacks=[callbacks.TerminateOnNaN(), calls])
     return calls.of("on_train_batch_end", "on_epoch_end", "on_train_end")
 
 
@@ -318,7 +333,7 @@ def test_terminate_on_nan_with_an_error(strategy):
     calls = Calls()
     given = [callbacks.TerminateOnNaN(raise_error=True), calls]
     with pytest.raises(RuntimeError, match="NaN or Inf loss encountered at batch 1"):
-        made(compiled(), strategy).fit(NOT_A_NUMBER, Y, **FIT, callbacks=given)
+        made(compiled(), strategy).fit(NOT_A_NUMBER, Y, **SEVENS, callbacks=given)
     assert not calls.of("on_train_end")
 
 
@@ -339,17 +354,17 @@ def test_swap_ema_weights(strategy, how, optimizer):
 
     def act(model):
         swap = callbacks.SwapEMAWeights(**how)
-        fitted = model.fit(X, Y, **FIT, epochs=2, validation_data=(X, Y), callbacks=[swap]).history
-        return fitted, model.evaluate(X, Y, **EVALUATE)
+        fitted = model.fit(X, Y, **SEVENS, epochs=2, validation_data=(X, Y), callbacks=[swap]).history
+        return fitted, model.evaluate(X, Y, **SEVENS_TESTED)
 
     ours, _ = agree(strategy, compiled(optimizer=optimizer), act)
-    same(ours.history.history["val_loss"][-1], ours.evaluate(X, Y, **EVALUATE))
+    same(ours.history.history["val_loss"][-1], ours.evaluate(X, Y, **SEVENS_TESTED))
 
 
 def test_swap_without_averages(strategy):
     given = {"validation_data": (X, Y), "callbacks": [callbacks.SwapEMAWeights()]}
     with pytest.raises(ValueError, match="use_ema=True"):
-        made(compiled(), strategy).fit(X, Y, **FIT, **given)
+        made(compiled(), strategy).fit(X, Y, **SEVENS, **given)
 
 
 def test_callbacks_of_groups_read_logs_after_the_last_step(strategy):
@@ -358,7 +373,7 @@ def test_callbacks_of_groups_read_logs_after_the_last_step(strategy):
     def act(k):
         model = made(compiled(metrics=["mae"], steps_per_execution=k), strategy if k > 1 else None)
         calls = Calls()
-        model.fit(X, Y, **FIT, callbacks=[calls])
+        model.fit(X, Y, **SEVENS, callbacks=[calls])
         return [logs for logs in calls.logs if logs]
 
     # Three steps, then the logs of the epoch and of the training.

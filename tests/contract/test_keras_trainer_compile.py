@@ -17,6 +17,8 @@ from keras_twins import (
     EVEN,
     FIT,
     KIND,
+    SEVENS,
+    SEVENS_TESTED,
     WEIGHTS,
     X,
     Y,
@@ -74,7 +76,7 @@ LOSSES = {
 )
 @pytest.mark.parametrize(("model", "how", "targets"), LOSSES.values(), ids=LOSSES)
 def test_losses_have_their_means_in_logs(strategy, model, how, targets):
-    agree(strategy, compiled(model, **how), history(X, targets))
+    agree(strategy, compiled(model, **how), history(X, targets, batch_size=8))
 
 
 LOSSES_THAT_ARE_REFUSED = {
@@ -160,7 +162,7 @@ METRICS = {
 @pytest.mark.parametrize(("model", "how", "targets"), METRICS.values(), ids=METRICS)
 def test_metrics_have_names_in_order_of_keras(strategy, model, how, targets):
     weights = keras.tree.map_structure(lambda _: WEIGHTS, targets)
-    given = EVALUATE | {"sample_weight": weights, "return_dict": True}
+    given = SEVENS_TESTED | {"sample_weight": weights, "return_dict": True}
     ours, theirs = agree(strategy, compiled(model, **how), lambda m: m.evaluate(X, targets, **given))
     assert ours.metrics_names == theirs.metrics_names
 
@@ -168,7 +170,7 @@ def test_metrics_have_names_in_order_of_keras(strategy, model, how, targets):
 @pytest.mark.parametrize("order", [[nothing, one], [one, nothing]])
 def test_metrics_that_are_numbers(strategy, order):
     """Results come in the order of the metrics."""
-    result = made(compiled(metrics=order), strategy).evaluate(X, Y, **EVALUATE)
+    result = made(compiled(metrics=order), strategy).evaluate(X, Y, **SEVENS_TESTED)
     same(result[1:], [order[0](None, None), order[1](None, None)])
 
 
@@ -196,9 +198,9 @@ def test_metrics_of_a_model(strategy):
         return model
 
     def act(model):
-        model.fit(X, Y, **FIT)
+        model.fit(X, Y, **SEVENS)
         model.mine.update_state(3.0)
-        fitted = model.fit(X, Y, **FIT).history
+        fitted = model.fit(X, Y, **SEVENS).history
         shapes = [v.shape for v in model.metrics_variables]
         return fitted, [m.name for m in model.metrics], shapes, len(model.non_trainable_variables)
 
@@ -232,9 +234,9 @@ def test_metrics_of_a_layer_deep_inside(strategy):
 @agreeing(compiled(metrics=["mae"]))
 def test_model_compiled_again_keeps_its_weights(model):
     """Other metrics, another loss and another optimizer from then on, with the weights learned so far."""
-    results = [model.fit(X, Y, **FIT).history, model.evaluate(X, Y, **EVALUATE, return_dict=True)]
+    results = [model.fit(X, Y, **SEVENS).history, model.evaluate(X, Y, **SEVENS_TESTED, return_dict=True)]
     model.compile(keras.optimizers.Adam(0.1), "mae", metrics=["mse"])
-    return [*results, model.fit(X, Y, **FIT).history, model.evaluate(X, Y, **EVALUATE, return_dict=True)]
+    return [*results, model.fit(X, Y, **SEVENS).history, model.evaluate(X, Y, **SEVENS_TESTED, return_dict=True)]
 
 
 def test_constraints_hold_after_each_step(strategy):
@@ -293,7 +295,7 @@ class WithoutTraining(Measured):
 @pytest.mark.parametrize("model", [Measured, WithoutTraining])
 def test_metrics_in_compute_loss(strategy, model):
     """The metric is four times the loss, in `fit` and `evaluate`, of a short batch too."""
-    ours, _ = agree(strategy, compiled(model), history(validation_data=(X, Y)))
+    ours, _ = agree(strategy, compiled(model), history(validation_data=(X, Y), batch_size=8))
     fitted = ours.fit(*EVEN, **FIT).history
     same(fitted["watch"][0], 4 * fitted["loss"][0])
 
@@ -308,14 +310,14 @@ def test_what_compute_loss_sees(strategy):
             self.watch.update_state(sum(self.losses))
             return super().compute_loss(x, y, y_pred, sample_weight, training)
 
-    ours, _ = agree(strategy, compiled(lambda: Seeing("l2")), history(*EVEN))
+    ours, _ = agree(strategy, compiled(lambda: Seeing("l2")), history(*EVEN, batch_size=8))
     assert ours.history.history["watch"][0] > 0
     model = made(compiled(Seeing), strategy)
     seen.clear()
-    model.fit(X, Y, **FIT)
+    model.fit(X, Y, **SEVENS)
     assert True in seen
     seen.clear()
-    model.evaluate(X, Y, **EVALUATE)
+    model.evaluate(X, Y, **SEVENS_TESTED)
     assert seen == {False}
 
 
@@ -407,9 +409,12 @@ COMPILED = {
     "sum": (slow(keras.losses.MeanSquaredError(reduction="sum")), WEIGHTED),
     "weighted_mean": (slow(keras.losses.MeanAbsoluteError(reduction="mean_with_sample_weight")), WEIGHTED),
     "cosine": (slow(keras.losses.CosineSimilarity()), WEIGHTED),
-    "metric_with_results_by_name": (compiled(metrics=[Sums]), history(*EVEN, epochs=2, validation_data=EVEN)),
+    "metric_with_results_by_name": (
+        compiled(metrics=[Sums]),
+        history(*EVEN, epochs=2, validation_data=EVEN, batch_size=8),
+    ),
     "metrics_within": (compiled(within, metrics=["mae"]), history()),
-    "own_metrics": (compiled(Largest), history(*EVEN)),
+    "own_metrics": (compiled(Largest), history(*EVEN, batch_size=8)),
     "optimizer_from_config": (
         compiled(optimizer={"class_name": "SGD", "config": {"learning_rate": 0.2}}),
         history(epochs=2),
@@ -431,10 +436,10 @@ def test_what_a_model_is_compiled_with(strategy, make, act):
 @agreeing(compiled(Measured))
 def test_a_subclass_is_built_by_its_first_batch(model):
     """Building leaves nothing in the metrics, and no weight is drawn twice."""
-    first = model.evaluate(X, Y, **EVALUATE)
+    first = model.evaluate(X, Y, **SEVENS_TESTED)
     assert model.built
     weights = model.get_weights()
     model.compile(keras.optimizers.SGD(0.1), "mse", metrics=["mae"])
-    second = model.evaluate(X, Y, **EVALUATE)
+    second = model.evaluate(X, Y, **SEVENS_TESTED)
     same(model.get_weights(), weights)
     return first, second

@@ -46,7 +46,7 @@ def of_kinds(model=mlp, optimizer=momentum, **kwargs):
 
 
 def fit(*args, **kwargs):
-    """Returns an act: three epochs of three batches, the last one short."""
+    """Returns an act: three epochs of three batches, which the replicas share unevenly."""
     return history(*(args or (X, KIND)), **{"epochs": 3} | kwargs)
 
 
@@ -54,7 +54,7 @@ def fit(*args, **kwargs):
 def test_mixed_bfloat16_equals_keras(strategy):
     """Equal up to the precision of bfloat16, 2**-8."""
     make = of_kinds(functools.partial(mlp, dtype="mixed_bfloat16"))
-    models = agree(strategy, make, fit(), state=False, rtol=2**-8)
+    models = agree(strategy, make, fit(), state=False, compiles=True, rtol=2**-8)
     same(*map(state_of, models), atol=2**-8)
 
 
@@ -66,7 +66,7 @@ def scaled(**kwargs):
 def test_mixed_float16_grows_scale_as_keras(strategy):
     """Equal up to the precision of float16; the scale grows at the same steps."""
     make = of_kinds(functools.partial(mlp, dtype="mixed_float16"), scaled(dynamic_growth_steps=5))
-    ours, theirs = agree(strategy, make, fit(), k=2, **HALF)
+    ours, theirs = agree(strategy, make, fit(), k=2, compiles=True, **HALF)
     assert float(ours.optimizer.dynamic_scale) == float(theirs.optimizer.dynamic_scale) > 1024
 
 
@@ -77,7 +77,7 @@ def test_overflow_skips_the_step_on_all_replicas(strategy, k):
     rows = X[:16].copy()
     rows[8:12] *= 3e4
     make = of_kinds(functools.partial(mlp, dtype="mixed_float16", activation=None), scaled())
-    models = agree(strategy, make, fit(rows, KIND[:16], epochs=2), k=k, **HALF)
+    models = agree(strategy, make, fit(rows, KIND[:16], epochs=2, batch_size=8), k=k, compiles=True, **HALF)
     for model in models:
         assert float(model.optimizer.dynamic_scale) == 256
         assert int(model.optimizer.inner_optimizer.iterations) == 2
@@ -89,14 +89,16 @@ def test_overflow_skips_the_step_on_all_replicas(strategy, k):
 @functools.cache
 def not_clipped():
     """Returns the last loss of plain Keras without clipping."""
-    return fit()(made(of_kinds()))["loss"][-1]
+    model = made(of_kinds())
+    model.jit_compile = True
+    return fit()(model)["loss"][-1]
 
 
 @pytest.mark.cover(["how"], [{"global_clipnorm": 0.05}])
 @pytest.mark.parametrize("how", [{"clipnorm": 0.02}, {"clipvalue": 0.01}, {"global_clipnorm": 0.05}])
 def test_clipping_applies_to_global_gradients(strategy, how):
     """The gradients of the global batch are clipped, not those of a replica."""
-    ours, _ = agree(strategy, of_kinds(optimizer=functools.partial(momentum, **how)), fit())
+    ours, _ = agree(strategy, of_kinds(optimizer=functools.partial(momentum, **how)), fit(), compiles=True)
     assert ours.history.history["loss"][-1] > not_clipped() + 0.05
 
 
@@ -115,10 +117,11 @@ OPTIONS = {
 }
 
 
-@pytest.mark.cover(["how", "k"], [(EMA, 2), OPTIONS["warm_cosine"]])
+# A test of learning rates has schedules.
+@pytest.mark.cover(["how", "k"], [(EMA, 2)])
 @pytest.mark.parametrize(("how", "k"), OPTIONS.values(), ids=OPTIONS)
 def test_options_of_optimizers(strategy, how, k):
-    agree(strategy, of_kinds(optimizer=functools.partial(momentum, **how)), fit(), k=k)
+    agree(strategy, of_kinds(optimizer=functools.partial(momentum, **how)), fit(), k=k, compiles=True)
 
 
 @agreeing(of_kinds())
@@ -166,7 +169,7 @@ REGULARIZERS = {
 @pytest.mark.parametrize("name", REGULARIZERS)
 def test_regularizers_of_weights(strategy, name):
     """Counted once, not once for each replica."""
-    agree(strategy, of_kinds(lambda: mlp(**REGULARIZERS[name]())), fit())
+    agree(strategy, of_kinds(lambda: mlp(**REGULARIZERS[name]())), fit(), compiles=True)
 
 
 class Small(layers.Layer):
@@ -191,7 +194,12 @@ def with_losses():
 def test_losses_of_layers(strategy, alone):
     """Means over rows of batches that divide and penalties on weights, with targets or without."""
     how = {"loss": None, "metrics": None} if alone else {}
-    agree(strategy, of_kinds(with_losses, **how), fit(EVEN[0], *() if alone else (KIND[:16],)), compiles=True)
+    agree(
+        strategy,
+        of_kinds(with_losses, **how),
+        fit(EVEN[0], *() if alone else (KIND[:16],), batch_size=8),
+        compiles=True,
+    )
 
 
 def test_custom_loop_between_two_fits(strategy):
@@ -207,7 +215,7 @@ def test_custom_loop_between_two_fits(strategy):
         model.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
 
     first = fit(epochs=1)(model)["loss"]
-    for batch in strategy.experimental_distribute_dataset((X, KIND), batch_size=8):
+    for batch in strategy.experimental_distribute_dataset((X, KIND), batch_size=7):
         strategy.run(step, args=(batch,))
     last = fit(epochs=1)(model)["loss"]
     expected = fit()(theirs)["loss"]
@@ -306,12 +314,12 @@ NAMES = [
 ]
 
 
-@pytest.mark.cover(["name"], {"Adam", "ScheduleFreeAdamW", "Muon"})
+@pytest.mark.cover(["name"], {"ScheduleFreeAdamW", "Muon"})
 @pytest.mark.parametrize("name", NAMES)
 def test_optimizers_equal_keras_with_their_state(strategy, name):
     """Every optimizer of Keras, with its state."""
     make = of_kinds(optimizer=lambda: getattr(keras.optimizers, name)(**OPTIMIZERS.get(name, {})))
-    agree(strategy, make, fit(epochs=2))
+    agree(strategy, make, fit(epochs=2), compiles=True)
 
 
 def test_several_optimizers_train_one_model(strategy):
@@ -321,4 +329,4 @@ def test_several_optimizers_train_one_model(strategy):
         chosen = {"kernel": keras.optimizers.Adam(0.01), "bias": momentum()}
         return keras.optimizers.MultiOptimizer(lambda variable: chosen[variable.name])
 
-    agree(strategy, of_kinds(optimizer=several), fit(epochs=2))
+    agree(strategy, of_kinds(optimizer=several), fit(epochs=2), compiles=True)
