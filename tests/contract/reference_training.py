@@ -10,7 +10,7 @@ import keras
 import numpy as np
 from keras import layers
 
-STEPS = 20
+STEPS = 12
 CLASSES = 3
 L2 = 0.01
 

@@ -283,6 +283,7 @@ def share_of_labelled(y, p):
     return keras.ops.cast(keras.ops.argmax(p, axis=-1) == y, "float32") * real / keras.ops.mean(real)
 
 
+@pytest.mark.cover(["count"], {3})
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_labels_that_no_sample_has(count):
     """Whether a function needs the rows of all replicas does not depend on values. One replica may have no label at all."""
@@ -315,7 +316,7 @@ centered_gradient.defvjp(
 
 def test_gradients_that_need_all_rows():
     """A loss gets all rows if the gradient that it defines depends on them, even if its values do not."""
-    x = np.random.default_rng(0).normal(size=(19, 4)).astype("float32")
+    x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
     results = []
     for scope in (phalanx.MirroredStrategy([f"cpu:{i}" for i in range(3)]).scope, contextlib.nullcontext):
         keras.utils.set_random_seed(0)
@@ -352,6 +353,8 @@ class OwnLoss(keras.Model):
         return super().compute_loss(x, y, y_pred, sample_weight, training) + self.of_batch(x, y, each)
 
 
+# One that is a mean over rows, and one that needs all rows.
+@pytest.mark.cover(["name"], {"mean", "ratio"})
 @pytest.mark.parametrize("name", OWN_LOSSES)
 def test_losses_that_a_model_computes(name):
     """In `fit` and `evaluate`, with a short last batch."""
@@ -422,10 +425,12 @@ ASSIGNING = {"queue": ((16, 3), against_queue), "counts": ((3,), by_counts), "ce
 ASSIGNING["maximum"] = (), by_maximum
 
 
+# One that adds up over rows, and one that does not.
+@pytest.mark.cover(["name"], {"counts", "queue"})
 @pytest.mark.parametrize("name", ASSIGNING)
 def test_variables_that_a_loss_changes(name):
     """They have the values of one device, and so has what later batches compute from them."""
-    fit_like_one_device(lambda: Assigning(*ASSIGNING[name]), np.arange(19) * 7 % 3)
+    fit_like_one_device(lambda: Assigning(*ASSIGNING[name]), np.arange(16) * 7 % 3)
 
 
 class Autoencoder(keras.Model):
@@ -446,7 +451,7 @@ class Autoencoder(keras.Model):
 def test_rows_that_a_loss_takes_from_the_model():
     """A replica has its own rows of them only, so the loss gets no rows of the others, and a warning says so."""
     with pytest.warns(phalanx.errors.SlipWarning, match="Autoencoder takes no other number of rows"):
-        fit_like_one_device(Autoencoder, np.sin(np.arange(38.0).reshape(19, 2)))
+        fit_like_one_device(Autoencoder, np.sin(np.arange(32.0).reshape(16, 2)))
 
 
 def assert_like_one_device(layers, x, y, batch_size, **compiled):
@@ -476,6 +481,7 @@ FEW_OF_MANY = {
 }
 
 
+@pytest.mark.cover(["name"], {"two of a short batch", "half the number"})
 @pytest.mark.parametrize("name", FEW_OF_MANY)
 def test_numbers_of_rows_that_decide(name):
     """A function may do with a batch what it does not do with the rows of a replica, as a loss and in a metric."""
@@ -492,6 +498,7 @@ MASKED = {
 }
 
 
+@pytest.mark.cover(["name"], {"of all rows"})
 @pytest.mark.parametrize("name", MASKED)
 def test_masks_of_layers(name):
     """Rows that come from other replicas have their masks, and a replica may have nothing but masked steps."""

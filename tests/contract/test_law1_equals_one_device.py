@@ -13,6 +13,8 @@ EVEN = (24,)
 SHORT = (13,)
 MIXED = (24, 13, 5)
 """On 2, 3, 4 and 8 replicas: rows that divide, rows that do not, and more replicas than rows."""
+FULL_AND_SHORT = MIXED[:2]
+"""For few replicas, which five rows would fill as thirteen do."""
 
 OTHERS = [m for m in MODELS if m != "mlp"]
 
@@ -93,8 +95,9 @@ def assert_same_training(strategy, model_name, optimizer_name, sizes, **options)
 def train_mlp(row, train_it) -> Trajectory:
     """Trains an MLP on batches of which most do not divide."""
     strategy = ROWS[row]()
+    sizes = MIXED if strategy.num_replicas_in_sync > 3 else FULL_AND_SHORT
     # The mean of replicas that train on their own is the same only if an update is linear in the gradient.
-    return train_it(strategy, "mlp", "adam" if strategy.local_updates is None else "momentum", MIXED)
+    return train_it(strategy, "mlp", "adam" if strategy.local_updates is None else "momentum", sizes)
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +112,7 @@ def test_mlp_trains_like_one_device(trained, strategy):
     assert len(trained(strategy).losses) == STEPS
 
 
-@pytest.mark.cover(["strategy"], {"mirrored_x8", "sharded_x4", "weighted_x3", "local_sgd_x2"})
+@pytest.mark.cover(["strategy"], {"mirrored_x8", "sharded_x4", "local_sgd_x2"})
 @pytest.mark.parametrize("strategy", ROWS)
 def test_mlp_trains_the_same_way_every_time(trained, strategy):
     """Two trainings from one start have the same bits."""
@@ -125,7 +128,7 @@ UNEVEN = ("mirrored_x3", "mirrored_x8", "local_sgd_x2", "weighted_x3")
 
 @pytest.mark.cover(
     ("strategy", "model_name", "optimizer_name"),
-    {("mirrored_x2", m, list(OPTIMIZERS)[j % 2]) for j, m in enumerate(OTHERS) if m != "transformer"},
+    {("mirrored_x2", "cnn", "adam"), ("mirrored_x2", "lstm", "momentum")},  # The tests below have the others.
 )
 @pytest.mark.parametrize("model_name", OTHERS)
 @pytest.mark.parametrize("optimizer_name", OPTIMIZERS)

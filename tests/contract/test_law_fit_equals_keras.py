@@ -40,7 +40,7 @@ ROWS = {
 }
 
 
-@pytest.mark.cover(["row"], {ROWS["over_replicas"][0]})
+@pytest.mark.exhaustive("test_lora.py and test_divided_variables.py: fit of variables in parts; law 1: all strategies")
 @pytest.mark.parametrize(("row", "name", "k"), ROWS.values(), ids=ROWS)
 def test_fit_of_other_strategies(row, name, k):
     """With the variables on a device of their own, or in parts, too."""

@@ -12,9 +12,11 @@ INTO = ["none", "one_device", "mirrored_x2", "mirrored_x4", "sharded_x4"]
 # In more replicas, whose variables are divided, and without a strategy.
 COVER = [("mirrored_x2", "sharded_x4"), ("mirrored_x3", "none")]
 RANDOM = np.random.default_rng(3)
-X = RANDOM.random((45, 6, 6, 1)).astype("float32")
-Y = RANDOM.integers(3, size=45)
-FIT = {"batch_size": 16, "shuffle": False, "verbose": 0}
+# Three batches, which three replicas share unevenly.
+X = RANDOM.random((48, 6, 6, 1)).astype("float32")
+Y = RANDOM.integers(3, size=48)
+BATCH = {"batch_size": 16, "verbose": 0}
+FIT = BATCH | {"shuffle": False}
 
 
 def make():
@@ -63,7 +65,7 @@ def saved(tmp_path_factory):
             model.fit(X, Y, **FIT)
             model.save(folder / "model.keras")
             model.save_weights(folder / "model.weights.h5")
-            before, predicted = state(model), model.predict(X, verbose=0)
+            before, predicted = state(model), model.predict(X, **BATCH)
             model.fit(X, Y, **FIT)
             results[name] = folder, before, predicted, state(model)
         return results[name]
@@ -85,7 +87,7 @@ def test_saved_model_trains_on_unchanged(saved, saver, into):
     with scope_of(into):
         model = keras.saving.load_model(folder / "model.keras")
     assert_same(state(model), before, rtol=0, atol=0)
-    np.testing.assert_allclose(model.predict(X, verbose=0), predicted, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(model.predict(X, **BATCH), predicted, rtol=1e-5, atol=1e-6)
     model.fit(X, Y, **FIT)
     assert_same(state(model), after, rtol=1e-4, atol=1e-5)
 

@@ -48,6 +48,8 @@ def trained_on_one_device():
     return fit(model), model.get_weights()
 
 
+# Each strategy in one of the two tests, and whole variables in both.
+@pytest.mark.cover(["strategy"], {"replicas", "fully_sharded"})
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_lora_equals_one_device(strategy):
     """The frozen kernels stay as they were, and the optimizer has slots for what learns only."""
@@ -65,6 +67,7 @@ def test_lora_equals_one_device(strategy):
     assert sorted(slots) == sorted(2 * [v.shape for v in model.trainable_variables])
 
 
+@pytest.mark.cover(["strategy"], {"replicas", "model_axis"})
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_no_gradient_of_the_base_travels(strategy):
     """All that replicas sum in a step is smaller than one frozen kernel."""

@@ -54,7 +54,7 @@ def python(tmp_path_factory):
     (wheel,) = folder.glob("phalanx-*.whl")
     venv.create(folder / "env")
     new = folder / "env/bin/python"
-    run(*pip, "--python", str(new), "install", "--no-deps", str(wheel))
+    run(*pip, "--python", str(new), "install", "--no-compile", "--no-deps", str(wheel))
     (packages,) = folder.glob("env/lib/python*/site-packages")
     (packages / "others.pth").write_text(sysconfig.get_path("purelib"))
     return new

@@ -14,7 +14,6 @@ PREMADE = {
 COVER = (
     "dnn: three classes with weights",
     "linear: two words",
-    "others: DNNRegressor of two numbers",
     "others: BaselineClassifier of three classes",
     "others: DNNLinearCombinedRegressor, linear alone",
 )

@@ -15,7 +15,6 @@ COVER = (
     "with exporters",
     "name='x' and steps=1",
     "already trained for 20 steps",
-    "start_delay_secs=100",
 )
 
 

@@ -144,6 +144,7 @@ class TestFunctions(SourceLaws):
     SOURCES = {"per_worker": from_function, "per_replica": from_function_per_replica}
 
 
+@pytest.mark.cover(["replicas"], {1, 3})
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
 @pytest.mark.parametrize(
     ("make", "batch_size"),
