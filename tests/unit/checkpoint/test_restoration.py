@@ -73,7 +73,12 @@ def dense():
     return layer
 
 
-@pytest.mark.parametrize("make", [phalanx.get_strategy, lambda: phalanx.MirroredStrategy(["cpu:0", "cpu:1"])])
+def two_replicas():
+    return phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+
+
+@pytest.mark.cover(["make"], [two_replicas])
+@pytest.mark.parametrize("make", [phalanx.get_strategy, two_replicas])
 def test_variables_of_the_first_step_begin_with_saved_values(tmp_path, make):
     """The first step after `restore` makes the variables, and computes with the values of the checkpoint."""
     strategy = make()

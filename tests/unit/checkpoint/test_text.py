@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.draws import draws
 
 from phalanx._src.checkpoint import text
 
@@ -18,6 +19,7 @@ VALUES = st.recursive(
 )
 
 
+@draws(12, 500)
 @given(VALUES)
 def test_plain_values_come_back_equal(value):
     """Types and all digits too."""

@@ -198,6 +198,7 @@ def test_fit_and_loop_are_the_same():
     np.testing.assert_allclose([float(step(batch)) for batch in batches], losses[6:], rtol=1e-5)
 
 
+@pytest.mark.cover(["choice"], ["int8", PowerSGD(2)])
 @pytest.mark.parametrize("choice", CHOICES, ids=str)
 def test_step_that_is_not_finite_leaves_nothing_behind(choice):
     """One bad row of one replica spoils one step. What the replicas keep stays as it was, so later steps are good again."""
@@ -264,7 +265,7 @@ def unsent_of(model):
 
 def mlp_step(strategy):
     with strategy.scope():
-        layers = [keras.layers.Dense(width, activation="tanh") for width in (512, 512)]
+        layers = [keras.layers.Dense(width, activation="tanh") for width in (512,)]
         model = keras.Sequential([keras.Input((784,)), *layers, keras.layers.Dense(10)])
         model.compile(keras.optimizers.SGD(0.1))
     step, _ = step_of(strategy, model)
@@ -285,7 +286,7 @@ def test_fewer_bytes_are_sent():
     program, model = mlp_step(phalanx.MirroredStrategy([f"cpu:{i}" for i in range(REPLICAS)]))
     assert [c.num_bytes for c in program.collectives] == [c.num_bytes for c in whole.collectives]
     assert "phalanx_kept" not in vars(model.optimizer)
-    assert sent_bytes(whole) >= 2 * 4 * (784 * 512 + 512 * 512 + 512 * 10)
+    assert sent_bytes(whole) >= 2 * 4 * (784 * 512 + 512 * 10)
     for choice, share in (("bfloat16", 0.51), ("int8", 0.27), (PowerSGD(2), 0.05), (TopK(0.01), 0.05)):
         assert sent_bytes(mlp_step(strategy_with(choice))[0]) <= share * sent_bytes(whole), choice
 

@@ -60,6 +60,9 @@ def program(ops, replicas, op="SUM", options=None, values=None):
     return jax.jit(mapped).lower(values).compile(), values
 
 
+@pytest.mark.cover(
+    ["ops", "op", "replicas"], [(ops, *(("MEAN", 3), ("SUM", 5))[i % 2]) for i, ops in enumerate(FAMILY)]
+)
 @pytest.mark.parametrize(("op", "replicas"), [("MEAN", 3), ("SUM", 5)])
 @pytest.mark.parametrize("ops", FAMILY, ids=name)
 def test_every_replica_gets_the_result(ops, replicas, op):
@@ -81,6 +84,7 @@ def collectives(compiled):
     return sum(len(r.split(",")) for r in reduces), len(re.findall(r" collective-permute(?:-start)?\(", text))
 
 
+@pytest.mark.cover(["replicas"], {4})
 @pytest.mark.parametrize(
     ("ops", "replicas", "expected"),
     [
@@ -158,6 +162,7 @@ def test_one_buffer_does_not_hold_any_number_of_arrays(options):
 NARROW = CommunicationOptions(wire_dtype="bfloat16")
 
 
+@pytest.mark.cover(["replicas"], {3, 4})
 @pytest.mark.parametrize(("num_packs", "replicas", "op"), [(0, 2, "SUM"), (0, 3, "MEAN"), (1, 4, "SUM")])
 def test_wire_dtype_sums_are_close_and_equal(num_packs, replicas, op):
     """Near the sum of the float64 values, and equal on all replicas; odd sizes, scalars and empty arrays included."""

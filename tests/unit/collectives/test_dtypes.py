@@ -19,11 +19,16 @@ def test_dtypes_are_those_of_jax(x64):
     with jax.enable_x64(x64):
         for op, function in ((ReduceOp.SUM, jnp.sum), (ReduceOp.MEAN, jnp.mean)):
             for name in DTYPES if x64 else (name for name in DTYPES if name not in WIDE):
-                x = jnp.asarray([100, 100], name)
-                terms = term(op, x)
-                result = (terms[0] + terms[1]) / (2 if op is ReduceOp.MEAN else 1)
-                assert dtype_of(op, x.dtype) == function(x).dtype, (op, name)
-                assert result.astype(dtype_of(op, x.dtype)) == function(x), (op, name)
+                x = np.full(2, 100, jnp.dtype(name))
+
+                def both(x, op=op, function=function):
+                    terms = term(op, x)
+                    result = (terms[0] + terms[1]) / (2 if op is ReduceOp.MEAN else 1)
+                    return result.astype(dtype_of(op, x.dtype)), function(x)
+
+                result, expected = map(np.asarray, jax.jit(both)(x))
+                assert dtype_of(op, x.dtype) == expected.dtype, (op, name)
+                assert result == expected, (op, name)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "uint8", "int32", "uint32"])
@@ -35,8 +40,12 @@ def test_mean_of_integers_has_no_fraction(dtype, counts):
     values[:, :4] = [[limits.min, limits.max, 3, limits.max - 1]] * 3
     values[:, 5:8] = np.array([[-3, -2, 1], [-2, 0, 1], [-3, -3, 2]]).astype(dtype)
     is_counted = np.ones(3, bool) if counts is None else counts
-    count = 3 if counts is None else jnp.float32(2)
-    parts = [parts_of_mean(x, None if counts is None else counts[i], count) for i, x in enumerate(jnp.asarray(values))]
-    mean = mean_of_parts([sum(part) for part in zip(*parts, strict=True)], count, dtype)
+    count = 3 if counts is None else np.float32(2)
+
+    def mean_of(values, count):
+        parts = [parts_of_mean(x, None if counts is None else counts[i], count) for i, x in enumerate(values)]
+        return mean_of_parts([sum(part) for part in zip(*parts, strict=True)], count, dtype)
+
+    mean = jax.jit(mean_of, static_argnums=() if counts is not None else 1)(values, count)
     assert mean.dtype == dtype
     np.testing.assert_array_equal(mean, np.trunc(values[is_counted].astype("float64").mean(0)).astype(dtype))

@@ -281,7 +281,8 @@ def fit_unchanged(strategy, model, before):
 
 def test_another_strategy_takes_what_is_read():
     """A model that replicas have trained alone goes on under strategies with as many replicas, more, and one; or outside."""
-    before = weights_of(Training(LocalSGD(3)).go(5).model)
+    first = Training(LocalSGD(3)).go(5)
+    before = weights_of(first.model)
     for others in (
         (strategy_with(LocalSGD(3)), strategy_with(None, 3), phalanx.OneDeviceStrategy("cpu:0")),
         (strategy_with(DiLoCo(every=2)),),
@@ -289,9 +290,8 @@ def test_another_strategy_takes_what_is_read():
         training = Training(LocalSGD(3)).go(5)
         for strategy in others:
             fit_unchanged(strategy, training.model, before)
-    training = Training(LocalSGD(3)).go(5)
-    phalanx.function(lambda: training.kernel.assign(keras.ops.ones((WIDTH, 1))))()
-    np.testing.assert_array_equal(training.kernel.numpy(), np.ones((WIDTH, 1)))
+    phalanx.function(lambda: first.kernel.assign(keras.ops.ones((WIDTH, 1))))()
+    np.testing.assert_array_equal(first.kernel.numpy(), np.ones((WIDTH, 1)))
 
 
 def test_local_sgd_after_outer_weights():

@@ -38,8 +38,8 @@ def step_of(model):
     return step
 
 
-@pytest.mark.cover(["count"], {3})
-@pytest.mark.parametrize(("count", "group"), [(1, 4), (2, 1), (3, 4)])
+@pytest.mark.cover(["count"], {2})
+@pytest.mark.parametrize(("count", "group"), [(1, 4), (2, 4), (3, 1)])
 def test_accumulation_equals_keras_on_one_device(count, group):
     """History, weights and accumulators are those of one device, in the middle of a round too."""
     ours, theirs = under(replicas(count), accumulating(group)), alone(accumulating())
@@ -95,7 +95,7 @@ def test_saved_within_a_round(strategy, tmp_path):
     for model in (ours, theirs):
         model.fit(X, Y, **FIT)
     ours.save(tmp_path / "model.keras")
-    with replicas(3).scope():
+    with replicas(4).scope():
         loaded = keras.saving.load_model(tmp_path / "model.keras")
     for model in (loaded, theirs):
         model.fit(X, Y, **FIT)
@@ -110,7 +110,7 @@ def test_saved_within_a_round(strategy, tmp_path):
 
 def test_without_rows_on_a_replica():
     make = compiled(mlp, optimizer=lambda: keras.optimizers.SGD(0.5, gradient_accumulation_steps=2))
-    ours, theirs = under(replicas(4), make), alone(make)
+    ours, theirs = under(replicas(2), make), alone(make)
     for model in (ours, theirs):
-        model.fit(X[:21], Y[:21], batch_size=9, epochs=2, shuffle=False, verbose=0)
+        model.fit(X[:17], Y[:17], batch_size=8, epochs=2, shuffle=False, verbose=0)
     same_state(ours, theirs)

@@ -3,6 +3,8 @@
 Keras on JAX carries no states from one compiled batch to the next. So the reference is its eager layer, or one device.
 """
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -38,7 +40,28 @@ LAYERS = {
     "stacked cells": lambda: layers.RNN([layers.GRUCell(2), layers.LSTMCell(3)], stateful=True),
     "both directions": lambda: layers.Bidirectional(layers.GRU(2, stateful=True)),
     "convolution": lambda: layers.ConvLSTM1D(2, 2, stateful=True),
+    "all beside each other": lambda: Beside(),
 }
+
+
+class Beside(layers.Layer):
+    """The layers of all kinds on the same rows: one training shows what each of them does."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = [make() for kind, make in LAYERS.items() if kind != "all beside each other"]
+
+    @property
+    def states(self):
+        return [part.states for part in self.parts]
+
+    def build(self, shape):
+        for part in self.parts:
+            part.build((*shape, 1) if isinstance(part, layers.ConvLSTM1D) else shape)
+
+    def call(self, x):
+        found = [part(x[..., None] if isinstance(part, layers.ConvLSTM1D) else x) for part in self.parts]
+        return keras.ops.concatenate([y[:, 0] if y.ndim == 3 else y for y in found], axis=-1)
 
 
 def states_of(model):
@@ -50,6 +73,7 @@ def same(ours, theirs):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.cover(["kind"], {"all beside each other"})
 @pytest.mark.parametrize("kind", LAYERS)
 def test_states_are_carried_on(strategy, kind):
     """Predictions of consecutive batches are those of the eager layer, and training goes on as on one device."""
@@ -78,20 +102,27 @@ STRATEGIES = {
 }
 
 
+def results_of_all_methods(strategy):
+    with strategy.scope():
+        model = model_of(lstm, steps_per_execution=2)
+    options = {"batch_size": ROWS, "verbose": 0}
+    history = model.fit(X, Y, shuffle=False, **options, validation_data=(X, Y), validation_batch_size=ROWS).history
+    found = [history, states_of(model), model.evaluate(X, Y, **options), states_of(model)]
+    model.layers[0].reset_state()
+    assert not np.any(states_of(model))
+    return [*found, model.predict(X, **options), states_of(model)]
+
+
+@functools.cache
+def those_of_one_device():
+    return results_of_all_methods(one_device())
+
+
+@pytest.mark.cover(["kind"], {"fully sharded"})
 @pytest.mark.parametrize("kind", STRATEGIES)
 def test_states_in_all_methods(kind):
     """Several steps in one program, the validation, `evaluate` and `predict` carry states on; `reset_state` sets them to zero."""
-    results = []
-    for one in (STRATEGIES[kind](), one_device()):
-        with one.scope():
-            model = model_of(lstm, steps_per_execution=2)
-        options = {"batch_size": ROWS, "verbose": 0}
-        history = model.fit(X, Y, shuffle=False, **options, validation_data=(X, Y), validation_batch_size=ROWS).history
-        found = [history, states_of(model), model.evaluate(X, Y, **options), states_of(model)]
-        model.layers[0].reset_state()
-        assert not np.any(states_of(model))
-        results.append([*found, model.predict(X, **options), states_of(model)])
-    same(*results)
+    same(results_of_all_methods(STRATEGIES[kind]()), those_of_one_device())
 
 
 @pytest.mark.parametrize("compiles", [False, True])

@@ -42,6 +42,9 @@ def assert_same(model, other):
         np.testing.assert_array_equal(variable.numpy(), expected.numpy(), err_msg=variable.path)
 
 
+@pytest.mark.cover(
+    ["dtype", "name"], {("bfloat16", "w.keras"), ("float32", "w.weights.h5"), ("bfloat16", "w.weights.json")}
+)
 @pytest.mark.parametrize("name", ["w.weights.h5", "w.weights.json", "w.keras"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_files_load_into_shards(tmp_path, name, dtype):

@@ -232,6 +232,7 @@ def test_iteration_in_another_thread(strategy):
     assert [content(b)[0][0] for b in got] == list(range(20))
 
 
+@pytest.mark.cover(["replicas", "kind"], {(1, "arrays"), (2, "generator"), (3, "grain"), (4, "arrays")})
 @pytest.mark.parametrize(
     ("replicas", "kind"), [(1, "arrays"), (2, "arrays"), (3, "arrays"), (4, "arrays"), (2, "generator"), (3, "grain")]
 )

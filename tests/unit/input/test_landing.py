@@ -186,12 +186,19 @@ def rows_of(strategy, leaf, count):
     return [row for step in steps for part in step for row in part.tolist()]
 
 
+WAYS = [("fit", kind) for kind in IN_FIT] + [("loop", kind) for kind in IN_LOOPS]
+COVER = {
+    (kind, *cell)
+    for i, kind in enumerate(WAYS)
+    for cell in ([("NumPy", 1, 1), ("devices", 3, 2)], [("NumPy", 3, 2), ("devices", 1, 2)])[i % 2]
+} | {(kind, "devices", 3, 1) for kind in WAYS[::4]}
+
+
+@pytest.mark.cover(["kind", "place", "group", "replicas"], COVER)
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("place", ARRAYS)
-@pytest.mark.parametrize(
-    "kind", [("fit", kind) for kind in IN_FIT] + [("loop", kind) for kind in IN_LOOPS], ids=" of ".join
-)
+@pytest.mark.parametrize("kind", WAYS, ids=" of ".join)
 def test_rows_go_to_the_devices_once_at_most(transfers, kind, place, group, replicas):
     """Rows of devices never, in order or shuffled, in one array or several, on one device or two."""
     (way, name), strategy, x = kind, mirrored(replicas), ARRAYS[place]()

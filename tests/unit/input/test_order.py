@@ -151,7 +151,11 @@ def batches_of(strategy, progress):
             yield np.asarray(strategy.gather(leaf, 0)).ravel().tolist()
 
 
-@pytest.mark.cover(["stops"], {(1,), (8,)})
+@pytest.mark.cover(
+    ["name", "stops"],
+    {(name, (8,)) for name in SOURCES}
+    | {(name, (1,)) for name in ("arrays", "indices by NumPy", "state of its own", "distributed function")},
+)
 @pytest.mark.parametrize("stops", [(1,), (8,), tuple(range(18)), (2, 3, 3, 6, 9, 17)], ids=str)
 @pytest.mark.parametrize("name", SOURCES)
 def test_rest_of_the_epochs_has_the_same_order(name, stops):

@@ -92,6 +92,7 @@ def test_full_batches_have_no_rows_to_tell(replicas):
     assert len(full) == 2
 
 
+@pytest.mark.cover(["replicas", "n"], {(1, 30), (2, 35), (2, 3), (3, 24), (3, 35), (4, 3)})
 @pytest.mark.parametrize("replicas", [1, 2, 3, 4])
 @pytest.mark.parametrize("n", [24, 30, 35, 3])
 def test_one_program_for_each_size_of_batch(replicas, n):

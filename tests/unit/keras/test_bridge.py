@@ -80,6 +80,7 @@ def test_nan_in_the_loss(strategy):
     assert np.isnan(seen[1:]).all()
 
 
+@pytest.mark.exhaustive("tests/unit/keras/test_training.py: test_dropped_model_is_freed")
 def test_models_are_forgotten(strategy):
     """A model that nobody uses leaves memory."""
     model = under(strategy, compiled())

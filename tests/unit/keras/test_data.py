@@ -47,6 +47,7 @@ def test_generator_that_raises(strategy, k):
     ours.fit(X, Y, **FIT)
 
 
+@pytest.mark.cover(["k"], {3})
 @pytest.mark.parametrize("k", [1, 3])
 def test_generator_of_several_calls_loses_no_batch(strategy, k):
     """As many batches are read as there are steps, so that a call goes on where the one before it ended."""
@@ -198,7 +199,7 @@ def test_code_that_runs_between_batches(callback, expected):
 def test_epochs_of_an_endless_dataset(strategy):
     """Between two epochs Keras's threads rest, and nothing is read ahead from them."""
     data = EpochData(strategy, Endless(workers=2, max_queue_size=2), steps=2, group=1, shuffle=False)
-    assert [sum(len(parts) for _, parts in data.epoch()) for _ in range(20)] == [2] * 20
+    assert [sum(len(parts) for _, parts in data.epoch()) for _ in range(8)] == [2] * 8
 
 
 class Told(keras.utils.PyDataset):
@@ -229,6 +230,9 @@ def unbuilt():
     return keras.Sequential([keras.layers.Dense(3)])
 
 
+@pytest.mark.cover(
+    ["model", "options"], [(mlp, {"validation_data": Told}), (unbuilt, {}), (mlp, {"steps_per_epoch": 3})]
+)
 @pytest.mark.parametrize("model", [mlp, unbuilt])
 @pytest.mark.parametrize(
     "options",

@@ -26,7 +26,7 @@ def saving(path):
 @pytest.fixture
 def evaluator(tmp_path):
     def make(model=None, **given):
-        model = model or under(replicas(3), ACCURATE)
+        model = model or under(replicas(4), ACCURATE)
         return phalanx.keras.SidecarEvaluator(model, (X, Y), tmp_path / "saved", **(QUICK | given))
 
     return make
@@ -40,6 +40,7 @@ def test_results_are_those_of_the_saved_models(evaluator, tmp_path, name):
     So do checkpoints of a manager, with an optimizer of their own, and those of `ModelCheckpoint`.
     """
     trained, folder = under(replicas(2), ACCURATE), tmp_path / "saved"
+    model = under(replicas(4), ACCURATE)
     checkpoint = phalanx.train.Checkpoint(model=trained, optimizer=trained.optimizer, epoch=0)
     manager = phalanx.train.CheckpointManager(checkpoint, folder, 1)
     callbacks = [saving(folder / name)] if "{epoch}" in name else []
@@ -50,7 +51,7 @@ def test_results_are_those_of_the_saved_models(evaluator, tmp_path, name):
         if name == "manager":
             manager.save()
             manager.sync()
-        (result,) = evaluator(max_evaluations=epoch).start()
+        (result,) = evaluator(model, max_evaluations=epoch).start()
         expected = trained.evaluate(X, Y, verbose=0, return_dict=True)
         same(result, {"accuracy": expected["accuracy"], "loss": expected["loss"], "step": epoch * STEPS})
 
@@ -63,7 +64,7 @@ def test_optimizer_of_the_evaluator_does_not_matter(evaluator, tmp_path, optimiz
     chosen = keras.optimizers.LossScaleOptimizer(adam) if wrapped else adam
     trained = under(replicas(2), compiled(metrics=["accuracy"], optimizer=lambda: chosen))
     trained.fit(X, Y, **FIT, callbacks=[phalanx.keras.ModelCheckpoint(tmp_path / "saved")])
-    model = under(replicas(3), compiled(metrics=["accuracy"], optimizer=lambda: optimizer))
+    model = under(replicas(4), compiled(metrics=["accuracy"], optimizer=lambda: optimizer))
     (result,) = evaluator(model, max_evaluations=1).start()
     same(result, {**trained.evaluate(X, Y, verbose=0, return_dict=True), "step": STEPS})
     assert optimizer is None or int(model.optimizer.iterations) == STEPS
@@ -167,10 +168,11 @@ def test_training_that_ends_without_a_checkpoint(evaluator, tmp_path, monkeypatc
 def test_stops_at_a_step(evaluator, tmp_path):
     """The number of steps of the optimizer decides, whatever the name of the file. Each evaluation counts, and a callback can stop."""
     alone(ACCURATE).fit(X, Y, **FIT, epochs=2, callbacks=[saving(tmp_path / "saved" / "newest.keras")])
-    assert [r["step"] for r in evaluator(stop_at_step=2 * STEPS).start()] == [2 * STEPS]
-    assert len(evaluator(max_evaluations=1).start()) == 1
+    model = under(replicas(4), ACCURATE)
+    assert [r["step"] for r in evaluator(model, stop_at_step=2 * STEPS).start()] == [2 * STEPS]
+    assert len(evaluator(model, max_evaluations=1).start()) == 1
     stop = keras.callbacks.LambdaCallback(on_test_end=lambda logs: stopped.stop())
-    stopped = evaluator(callbacks=[stop], timeout_s=None)
+    stopped = evaluator(model, callbacks=[stop], timeout_s=None)
     assert len(stopped.start()) == 1
 
 

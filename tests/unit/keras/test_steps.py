@@ -1,5 +1,7 @@
 """Steps of the user's own, and of Keras's, on one replica's rows."""
 
+import functools
+
 import jax
 import keras
 import numpy as np
@@ -241,17 +243,26 @@ class ScoredInSteps(Scored):
         return self.score(data[1], self(data[0]))
 
 
+def scores_of(model, count):
+    """The scores after each batch of a training, of which the last is short, and that of an evaluation."""
+    ours, scores = under(replicas(count), compiled(model, metrics=["accuracy"])), []
+    note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs: scores.append(logs["score"]))
+    ours.fit(X[:11], Y[:11], batch_size=4, shuffle=False, verbose=0, callbacks=[note])
+    scores.append(ours.evaluate(X[:11], Y[:11], batch_size=4, verbose=0, return_dict=True)["score"])
+    return scores
+
+
+@functools.cache
+def scores_of_one_device():
+    return scores_of(Scored, 1)
+
+
 @pytest.mark.parametrize("model", [Scored, ScoredInSteps])
 def test_what_is_computed_from_metrics_is_that_of_one_device(model):
     """From their results over all replicas, although the last batch has three rows for two replicas."""
-    seen = [], []
-    for scores, strategy in zip(seen, (replicas(2), replicas(1)), strict=True):
-        ours = under(strategy, compiled(model, metrics=["accuracy"]))
-        note = keras.callbacks.LambdaCallback(on_train_batch_end=lambda _, logs, s=scores: s.append(logs["score"]))
-        ours.fit(X[:11], Y[:11], batch_size=4, shuffle=False, verbose=0, callbacks=[note])
-        scores.append(ours.evaluate(X[:11], Y[:11], batch_size=4, verbose=0, return_dict=True)["score"])
-    same(*seen)
-    assert len(set(map(float, seen[0]))) > 1
+    found = scores_of(model, 2)
+    same(found, scores_of_one_device())
+    assert len(set(map(float, found))) > 1
 
 
 def test_a_log_of_ones_own_has_the_name_of_a_metric(strategy):
@@ -330,6 +341,7 @@ def test_compute_average_loss_in_train_step(count):
     same_state(ours, theirs)
 
 
+@pytest.mark.cover(["count"], {2})
 @pytest.mark.parametrize("count", [1, 2])
 def test_means_of_ones_own(count):
     """Where the replicas divide the batches, the short one too, `ops.mean` and flattened rows mean what they do in Keras."""
@@ -365,6 +377,7 @@ class Counting(Base):
         return ops.mean(ops.square(y_pred)) + ops.mean(ops.std(y_pred, axis=0))
 
 
+@pytest.mark.cover(["count"], {2})
 @pytest.mark.parametrize("count", [1, 2])
 def test_a_loss_of_all_rows_counts_them_once(count):
     """Each replica computes it, and the sum over the replicas of what it adds would be twice as large."""

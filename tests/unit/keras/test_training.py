@@ -42,9 +42,9 @@ ACCURACY = {"metrics": ["accuracy"], "weighted_metrics": ["accuracy"]}
 def test_training_equals_keras_on_one_device(count, k, given):
     """History, weights, optimizer, metrics and predictions, for any replicas and steps in one program."""
     ours, theirs = same_fit(replicas(count), compiled(steps_per_execution=k, **ACCURACY), X, Y, **given)
-    weights = given.get("sample_weight")
-    same(*(m.evaluate(X, Y, sample_weight=weights, verbose=0) for m in (ours, theirs)))
-    same(*(m.predict(X, verbose=0) for m in (ours, theirs)))
+    weights = given["sample_weight"][:37] if "sample_weight" in given else None
+    same(*(m.evaluate(X[:37], Y[:37], sample_weight=weights, batch_size=9, verbose=0) for m in (ours, theirs)))
+    same(*(m.predict(X[:37], batch_size=9, verbose=0) for m in (ours, theirs)))
 
 
 @pytest.mark.cover(["loss"], {"mean_with_sample_weight"})
@@ -66,9 +66,9 @@ def test_targets_of_sequences():
         inner = [layers.Embedding(5, 3, mask_zero=True), layers.Dense(3, activation="tanh")]
         return keras.Sequential([layers.Input((4,)), *inner, layers.Dense(CLASSES)])
 
-    words = RANDOM.randint(0, 5, (SHORT, 4))
+    words = RANDOM.randint(0, 5, (96, 4))
     words[:, 0] = 1
-    same_fit(replicas(3), compiled(masked, **how), words, words % CLASSES)
+    same_fit(replicas(2), compiled(masked, **how), words, words % CLASSES)
 
 
 def test_batch_normalization_not_synchronized_averages_statistics(strategy):

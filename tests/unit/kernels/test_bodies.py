@@ -48,7 +48,7 @@ def gradients_in_bodies(convolve, is_first, x, kernel):
     return lax.scan(step, kernel, length=3), lax.cond(is_first, *branches), gradient(x, kernel)
 
 
-@draws(8)
+@draws(4, 80)
 @given(convolutions())
 def test_gradients_are_those_of_plain_jax(case):
     """Whatever the order of dims, and also under `jit` and `shard_map`."""

@@ -48,7 +48,7 @@ def require_same(ours, theirs, x, kernel):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
 
 
-@draws(6)
+@draws(3, 60)
 @given(convolutions())
 def test_convolutions_are_those_of_xla(case):
     """Of all strides and paddings; depthwise, with one and several outputs of each channel, too."""
@@ -70,7 +70,7 @@ def test_convolutions_are_those_of_xla(case):
     )
 
 
-@draws(6)
+@draws(3, 60)
 @given(convolutions())
 def test_transposed_convolutions_are_those_of_jax(case):
     """Their windows overlap, touch, or leave gaps."""

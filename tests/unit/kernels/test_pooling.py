@@ -50,7 +50,7 @@ def with_gradient(fn, x):
     return results(x)
 
 
-@draws(6)
+@draws(3, 60)
 @given(poolings())
 def test_largest_elements_are_those_of_xla(case):
     """Result and gradient have the same bits, also where several elements are the largest. The weights add up exactly.
@@ -98,5 +98,5 @@ def test_all_transformations_of_jax(kernel):
     found, expected = (jax.jit(functools.partial(derivatives, f))(x) for f in (ours, theirs))
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6)
-    many = jnp.stack([x, 2 * x])
-    np.testing.assert_allclose(jax.jit(jax.vmap(ours))(many), [ours(x), ours(2 * x)], rtol=1e-6)
+    many = np.stack([x, 2 * np.asarray(x)])
+    np.testing.assert_allclose(jax.jit(jax.vmap(ours))(many), [jax.jit(ours)(x) for x in many], rtol=1e-6)

@@ -134,6 +134,9 @@ def test_masked_arrays_are_refused(strategy):
             use()
 
 
+@pytest.mark.cover(
+    ["strategy", "form"], [(["cpu:0"], "batches"), (["cpu:0", "cpu:1"], "rows"), (["cpu:0"], "generator of rows")]
+)
 @pytest.mark.parametrize("form", ["rows", "batches", "generator of rows"])
 def test_sparse_arrays_become_dense(strategy, form):
     dense = np.float32([[0, 1, 0], [2, 0, 0], [0, 0, 3]])

@@ -50,6 +50,11 @@ def test_arrays_keep_what_jax_knows_of_them(topology):
         put(gone)
 
 
+@pytest.mark.cover(
+    ["topology", "dtype"],
+    [(["cpu:0"], dtype) for dtype in ("bool", ml_dtypes.bfloat16, "int64", "complex128")]
+    + [(["cpu:1", "cpu:0"], dtype) for dtype in ("int8", "float16", "float32", "float64")],
+)
 @pytest.mark.parametrize(
     "dtype", ["bool", "int8", "float16", ml_dtypes.bfloat16, "float32", "int64", "float64", "complex128"]
 )

@@ -41,6 +41,9 @@ FUNCTIONS = {
 }
 
 
+@pytest.mark.cover(
+    ["name", "dim"], {(name, i % 2) for i, name in enumerate(FUNCTIONS)} | {("a product", 1), ("its gradient", 1)}
+)
 @pytest.mark.parametrize("dim", [0, 1])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_results_are_those_of_whole_variables(name, dim):

@@ -62,21 +62,25 @@ def assert_all_close(found, expected):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.cover(["steps", "options"], [(3, {})])
+@pytest.mark.cover(["steps", "options"], [(3, {"normalized": True})])
 @pytest.mark.parametrize(
     ("steps", "options"),
     [
         pytest.param(1, {}, id="whole"),
         pytest.param(3, {}, id="whole, several steps"),
         pytest.param(3, {"layout": phalanx.fully_sharded(min_size=1)}, id="layout"),
+        pytest.param(3, {"normalized": True}, id="normalization, several steps"),
     ],
 )
 def test_fit_is_that_of_one_device(steps, options):
-    """Also where variables are divided."""
-    found = results_of(strategy_with([3, 1, 2], **options), steps_per_execution=steps)
-    assert_all_close(found, results_of_one_device(False))
+    """Also where variables are divided, and where a step communicates in its middle, between parts that differ by the number of rows."""
+    options = dict(options)
+    normalized = options.pop("normalized", False)
+    found = results_of(strategy_with([3, 1, 2], **options), normalized, steps_per_execution=steps)
+    assert_all_close(found, results_of_one_device(normalized))
 
 
+@pytest.mark.exhaustive("test_fit_is_that_of_one_device")
 def test_normalization_over_all_replicas():
     """It communicates in the middle of a step, between parts that differ by the number of rows."""
     assert_all_close(results_of(strategy_with([3, 1, 2]), normalized=True), results_of_one_device(True))
@@ -156,6 +160,7 @@ class Centered(keras.layers.Layer):
         return x if replica is None else x - replica.all_gather(x, axis=0).mean(0)
 
 
+@pytest.mark.cover(["rows"], {1, 8})
 @pytest.mark.parametrize("rows", [1, 3, 7, 8])
 def test_rows_of_all_replicas(rows):
     """`all_gather` gives every replica the rows of all; gradients flow back to the replica that has the row."""
@@ -189,13 +194,14 @@ def test_each_replica_gives_what_its_rows_give():
             "name": "same",
         }
 
+    alone = jax.jit(lambda x: {name: value for name, value in each(x).items() if name != "name"})
     strategy = strategy_with(None)
     for rows in (7, 2, 1):
         (batch,) = strategy.experimental_distribute_dataset([X[:rows]])
         result = strategy.run(each, args=(batch,))
         assert result["name"] == "same"
         for replica, own in enumerate(np.array_split(X[:rows], 3)):
-            expected = jax.tree.map(np.asarray, each(jnp.asarray(own))) if len(own) else None
+            expected = jax.tree.map(np.asarray, alone(own)) if len(own) else None
             for name in set(result) - {"name"}:
                 value = np.asarray(strategy.experimental_local_results(result[name])[replica])
                 if len(own):
@@ -215,6 +221,7 @@ def test_statistics_count_rows():
     np.testing.assert_allclose(layer.moving_mean.numpy(), X[:12].mean(0), rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.cover(["exchange", "rows"], {("normalization", 2), ("all_reduce", 1), ("all_gather", 2)})
 @pytest.mark.parametrize("exchange", ["normalization", "all_reduce", "all_gather"])
 @pytest.mark.parametrize("rows", [1, 2])
 def test_padding_has_no_part_in_gradients(exchange, rows):

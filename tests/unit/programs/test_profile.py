@@ -31,14 +31,16 @@ def of_profiles():
     return [x for x in observers if isinstance(x, profile.Profile)]
 
 
-def train(steps):
-    """Trains for some steps, each with one epoch, whose programs JAX names in the profile."""
+def train(steps, model=None):
+    """Trains for some steps, whose programs JAX names in the profile, and returns the model."""
     strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
-    with strategy.scope():
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
+    if model is None:
+        with strategy.scope():
+            model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
     x = np.ones((4 * steps, 2), "float32")
     model.fit(x, x[:, :1], batch_size=4, verbose=0)
+    return model
 
 
 def test_profile_that_cannot_be_written(profiled, caplog):
@@ -54,9 +56,9 @@ def test_profile_that_cannot_be_written(profiled, caplog):
 def test_some_steps_are_profiled(profiled):
     """The file is there as soon as the last of them has ended, and has their programs. Each process profiles once."""
     path = profiled(3, 5)
-    train(4)
+    model = train(4)
     assert not path.exists()
-    train(4)
+    train(4, model)
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     assert {"rank 0 /host:CPU"} == {e["args"]["name"] for e in events if e["name"] == "process_name"}
     profile.follow({PROFILE: str(Span(1, 2, path.parent))})

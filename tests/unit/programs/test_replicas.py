@@ -40,9 +40,9 @@ class Trainer:
                 [
                     keras.Input((3,)),
                     keras.layers.Dense(4, activation="relu"),
-                    keras.layers.BatchNormalization(momentum=0.7),
+                    keras.layers.BatchNormalization(momentum=0.7, center=False, scale=False),
                     keras.layers.Dropout(0.4),
-                    keras.layers.Dense(1),
+                    keras.layers.Dense(1, use_bias=False),
                 ]
             )
             self.optimizer, self.metric = keras.optimizers.Adam(0.1), keras.metrics.MeanSquaredError()
@@ -271,6 +271,7 @@ def of_another_mesh(value, *spec, kind=AxisType.Explicit):
     return jax.device_put(value, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
+@pytest.mark.cover(["kind"], {AxisType.Explicit})
 @pytest.mark.parametrize("kind", [AxisType.Explicit, AxisType.Auto])
 def test_arrays_of_another_mesh(strategy, kind):
     """In all functions that take arrays; in a nest, and as a key or a number."""

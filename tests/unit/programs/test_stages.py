@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
+from tests.draws import draws
 
 import phalanx
 from phalanx._src.programs.stages import IndivisibleError, StagedTrace, Stages
@@ -69,8 +70,8 @@ def simulated(operations, parts):
     return parts
 
 
+@draws(5, 120)
 @hypothesis.given(OPERATIONS, st.integers(1, 3), st.integers(1, 9))
-@hypothesis.settings(max_examples=12)
 def test_any_function_of_the_rows(operations, replicas, num_rows):
     """Also if some replicas have none."""
     hypothesis.assume(operations.count("twice") + operations.count("gather all") < 3)

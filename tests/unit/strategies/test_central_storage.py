@@ -97,7 +97,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.cover(["name"], {"clipnorm", "accumulation", "loss_scale"})
+@pytest.mark.cover(["name"], {"clipnorm", "accumulation"})
 @pytest.mark.parametrize(
     ("strategy", "name"), [(on, name) for name, (on, _) in OPTIMIZERS.items()], indirect=["strategy"], ids=OPTIMIZERS
 )
@@ -213,6 +213,7 @@ def test_parameter_device_holds_the_variables():
     assert strategy.extended.update(v, lambda v: v.assign(2.0), group=False)[0] == 2.0
 
 
+@pytest.mark.cover(["strategy"], [X2_SHARED])
 def test_results_and_variables_are_combined(strategy):
     """Although they are on different devices: what `reduce`, `gather` and functions return, and `Mirrored` values."""
     with strategy.scope():

@@ -59,6 +59,16 @@ OPS = {
 }
 
 
+COVER = {
+    *((2, "default", how) for how in REDUCE),
+    *((1, "default", how) for how in ("reduce", "all_reduce", "merged rows")),
+    *((2, "tree", how) for how in ("rows", "merged reduce")),
+    *((2, "one device", how) for how in ("dims", "all_reduce")),
+    *((2, "user's", how) for how in ("reduce_to", "merged reduce_to")),
+}
+
+
+@pytest.mark.cover(["replicas", "ops", "how"], COVER)
 @pytest.mark.parametrize("how", REDUCE)
 @pytest.mark.parametrize(
     ("replicas", "ops"), [(1, "default"), *((2, name) for name in OPS)], ids=lambda x: str(x).replace(" ", "_")

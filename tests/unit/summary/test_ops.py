@@ -100,6 +100,7 @@ def test_values_of_a_replica_function(strategy, recorded, how):
     np.testing.assert_array_equal(found["first"][0][1], values[0])
 
 
+@pytest.mark.cover(["strategy"], {"mirrored", "one_device"})
 def test_steps_of_run_steps(strategy, recorded):
     """Each step of a loop records its own values, and a default step counts on."""
     data = iter(strategy.experimental_distribute_dataset([np.full((4,), i, np.float32) for i in range(3)]))
@@ -112,6 +113,7 @@ def test_steps_of_run_steps(strategy, recorded):
     assert [(s, float(v)) for s, v in recorded()["x"]] == [(10, 0.0), (11, 4.0), (12, 8.0)]
 
 
+@pytest.mark.cover(["strategy"], {"mirrored", "default"})
 def test_values_are_computed_only_while_recording_is_on(strategy, recorded):
     """Of ten steps, those with the numbers 0, 4 and 8 are recorded. The others run a program that contains no histogram."""
     traced = []
@@ -153,6 +155,7 @@ def test_program_without_recording_is_the_same(mirrored, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.cover(["strategy"], {"mirrored", "central_storage"})
 def test_condition_inside_a_program(strategy, recorded):
     """A traced condition decides at each run, in one program. If replicas disagree, replica 0 decides."""
     x, values = rows(strategy)
@@ -192,6 +195,7 @@ def test_step_variable_is_read_in_the_program(mirrored, recorded):
     assert [s for s, _ in found["after"]] == [1, 2]
 
 
+@pytest.mark.cover(["strategy"], {"mirrored", "one_device"})
 def test_values_of_gradients_and_remat(strategy, recorded):
     """Records leave the functions that `value_and_grad` and `remat` trace, in programs and in eager code."""
     with strategy.scope():
@@ -212,6 +216,7 @@ def test_values_of_gradients_and_remat(strategy, recorded):
     assert [float(x) for _, x in found["y"]] == [2.0, 2.0]
 
 
+@pytest.mark.cover(["strategy"], {"mirrored", "default"})
 def test_values_of_a_tape_are_recorded_once(strategy, recorded):
     """The default strategy starts an eager step again as a program once it meets a tape. Its values are not doubled."""
     with strategy.scope():
@@ -241,6 +246,7 @@ def test_step_that_fails_keeps_what_it_recorded(recorded):
     assert "before" in recorded()
 
 
+@pytest.mark.cover(["strategy"], {"mirrored", "default"})
 def test_summary_of_a_layer_in_fit(strategy, tmp_path):
     """A layer records its activations while `fit` trains, with the optimizer's steps.
 

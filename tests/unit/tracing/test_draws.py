@@ -32,6 +32,7 @@ def total_of(strategy, batch):
     return strategy.reduce("SUM", strategy.run(jnp.sum, args=(batch,)), axis=None)
 
 
+@pytest.mark.cover(["make"], [EVERY_KIND["mirrored"], EVERY_KIND["central"]])
 @every_kind
 def test_a_step_that_takes_the_iterator(make):
     """The step of TensorFlow's TPU guide: sums of all batches, at each epoch; a new iterator is no new program, and none is held."""
@@ -78,6 +79,7 @@ def test_training_equals_a_loop_outside(strategy):
         np.testing.assert_allclose(a, b, rtol=1e-6)
 
 
+@pytest.mark.cover(["make"], [EVERY_KIND["one"], EVERY_KIND["mirrored"], EVERY_KIND["default"]])
 @every_kind
 def test_the_loop_of_the_input_tutorial(make):
     """Three batches per call while there are some, as `tf.distribute.DistributedIterator` shows; the last call finds one."""

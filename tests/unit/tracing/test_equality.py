@@ -147,6 +147,7 @@ def test_an_update_after_an_assignment(strategy, variable, rows):
     assert float(variable) == 10 - 0.5 * 144
 
 
+@pytest.mark.cover(["layout"], [None])
 @pytest.mark.parametrize("layout", [None, phalanx.fully_sharded()])
 def test_layer_that_assigns_its_weights(layout):
     """SpectralNormalization on two replicas trains as on one device."""

@@ -57,6 +57,21 @@ OPERATIONS = [
     lambda v: v.assign_add(1),
 ]
 every_row = pytest.mark.parametrize("row", WRITES, ids="-".join)
+some_rows = pytest.mark.cover(
+    ["row"],
+    {
+        ("auto", "sum", "float32"),
+        ("on_write", "mean", "float32"),
+        ("auto", "mean", "int32"),
+        ("on_write", "only_first_replica", "int32"),
+        ("auto", "none", "float32"),
+        ("on_read", "sum", "int32"),
+        ("on_read", "mean", "int8"),
+        ("on_read", "only_first_replica", "float32"),
+        ("on_read", "none", "float32"),
+    },
+)
+"""Each synchronization, aggregation and dtype."""
 
 
 @every_row
@@ -75,6 +90,7 @@ def test_write_in_replica_context(strategy, row):
     assert {v.numpy().dtype for v in variables} == {np.dtype(row[2])}
 
 
+@some_rows
 @every_row
 def test_write_in_cross_replica_context(strategy, row):
     """Values and increments are stored as they are, whatever the aggregation."""
@@ -96,6 +112,7 @@ def test_write_in_cross_replica_context(strategy, row):
         assert (where, float(added), v.numpy()) == (where, 11, 3)
 
 
+@some_rows
 @every_row
 def test_merge_call_is_cross_replica_context(strategy, row):
     """An increment counts once, `extended.update` assigns freely, there and in a scope, and a read gives the combined value."""
@@ -119,6 +136,7 @@ def test_merge_call_is_cross_replica_context(strategy, row):
     assert updated.numpy() == 8
 
 
+@some_rows
 @every_row
 def test_one_replica_has_ordinary_variables(row):
     for strategy in (phalanx.get_strategy(), phalanx.OneDeviceStrategy("cpu:0")):

@@ -107,6 +107,7 @@ def _after_three_updates(strategy: phalanx.Strategy, optimizer: keras.optimizers
     return [*trained, *optimizer.variables]
 
 
+@pytest.mark.cover(["name"], {"SGD with momentum", "Adam", "AdamW", "RMSprop", *WHOLE} - {"Lamb", "clipnorm"})
 @pytest.mark.parametrize("name", [*ELEMENTWISE, *WHOLE])
 def test_every_optimizer_updates_alike(name: str) -> None:
     make = {**ELEMENTWISE, **WHOLE}[name]
@@ -124,7 +125,7 @@ def test_every_optimizer_updates_alike(name: str) -> None:
 
 
 def test_short_batches_equal_one_device() -> None:
-    make = ELEMENTWISE["Adam"]
+    make = ELEMENTWISE["SGD with momentum"]
     expected, _, _ = _trained(phalanx.OneDeviceStrategy("cpu:0"), make)
     actual, _, _ = _trained(_sharded(), make)
     for a, b in zip(actual, expected, strict=True):
@@ -314,7 +315,7 @@ def test_other_ways_to_step(how: str) -> None:
 
 
 def test_checkpoints_between_whole_and_sharded(tmp_path: Any) -> None:
-    make = ELEMENTWISE["Adam"]
+    make = ELEMENTWISE["SGD with momentum"]
     strategies = [_sharded(), phalanx.OneDeviceStrategy("cpu:0"), _sharded()]
     _, model, optimizer = _trained(strategies[0], make)
     expected = [np.asarray(v) for v in (*model.variables, *optimizer.variables)]

@@ -4,8 +4,9 @@ import threading
 from collections import deque
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from tests.draws import draws
 
 from phalanx._src.cluster.watch.sync_point import SyncPoint
 
@@ -65,7 +66,7 @@ ACTIONS = st.one_of(
 )
 
 
-@settings(max_examples=500)
+@draws(150, 5000)
 @given(st.lists(ACTIONS, max_size=60))
 def test_all_act_at_the_same_points(actions):
     """Whatever arrives when, all processes act at the same points and for the same reasons, and nobody stays held."""
@@ -84,7 +85,7 @@ def test_all_act_at_the_same_points(actions):
     assert {point.first_reason is None for point in net.points} == {not requests}
 
 
-@settings(max_examples=500)
+@draws(150, 5000)
 @given(
     st.lists(ACTIONS, max_size=60),
     st.sets(st.integers(0, PROCESSES - 1), min_size=1),

@@ -3,9 +3,10 @@
 import keras
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from simulation import DATA, MOVES, SHAPES, assert_goes_on, assert_shared, batch_sizes, open_all, rows_of, take
+from tests.draws import draws
 
 from phalanx._src.input.feed import Feed
 from phalanx._src.input.landing import Landing
@@ -35,6 +36,7 @@ def make(request):
     return KINDS[request.param]
 
 
+@pytest.mark.cover(["make", "shape"], {([*KINDS][sum(shape) % 3], shape) for shape in SHAPES})
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_row_once_and_in_order(make, shape):
     """For all numbers of rows, batch sizes, workers and replicas."""
@@ -43,14 +45,14 @@ def test_every_row_once_and_in_order(make, shape):
             assert_shared(make(batch_sizes(n, b)), shape, batch_sizes(n, b))
 
 
-@settings(max_examples=60)
+@draws(20, 600)
 @given(st.lists(st.integers(0, 70), max_size=12), st.integers(1, 9), st.integers(1, 9))
 def test_batches_of_any_sizes(batch_rows, count, replicas):
     """Batches of the user may differ in size, and have no row at all."""
     assert_shared(KINDS["stream"](batch_rows), (count, replicas), batch_rows)
 
 
-@settings(max_examples=60)
+@draws(20, 600)
 @given(st.integers(0, 300), st.integers(1, 60), st.integers(1, 9))
 def test_records_of_an_iterable(n, b, count):
     """They are grouped, and each worker keeps its own."""

@@ -6,7 +6,7 @@ import pathlib
 import zlib
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from simulation import (
     DATA,
@@ -24,6 +24,7 @@ from simulation import (
     through_text,
     workers,
 )
+from tests.draws import draws
 
 import phalanx
 from phalanx._src.input.shard import InputWorker
@@ -57,6 +58,11 @@ def folder(request, tmp_path):
     return Folder(tmp_path, request.param)
 
 
+COVER = [(layout, 1 + i % 3) for i, layout in enumerate(LAYOUTS)]
+"""Of the layouts and interleavings, each value of each."""
+
+
+@pytest.mark.cover(["folder", "interleave"], COVER)
 @pytest.mark.parametrize("interleave", [1, 2, 3])
 def test_data_every_row_once_and_in_order(folder, interleave):
     """DATA: on any workers and replicas as under one worker."""
@@ -69,6 +75,7 @@ def test_data_every_row_once_and_in_order(folder, interleave):
             assert_shared(source, shape, batch_sizes(folder.num_records, b), order)
 
 
+@pytest.mark.cover(["folder", "interleave"], COVER)
 @pytest.mark.parametrize("interleave", [1, 2, 3])
 def test_file_every_row_once(folder, interleave):
     """FILE: each worker reads its own files, in order if one after the other, even if a batch has fewer rows than workers.
@@ -88,7 +95,7 @@ def test_file_every_row_once(folder, interleave):
             assert sum(piece.counts) <= most
 
 
-@settings(max_examples=40)
+@draws(15, 400)
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=12), st.integers(12, 99), st.integers(1, 6), st.integers(1, 4))
 def test_file_every_row_once_at_larger_sizes(tmp_path_factory, sizes, b, count, interleave):
     folder = Folder(tmp_path_factory.mktemp("files"), sizes)

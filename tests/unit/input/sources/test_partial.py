@@ -6,9 +6,10 @@ import jax
 import keras
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from simulation import DATA, FILE, open_all, rows, rows_of, take, through_text
+from tests.draws import draws
 
 import phalanx
 from phalanx._src.input.shard import InputWorker
@@ -44,7 +45,7 @@ DATASETS = {
 
 
 @pytest.mark.parametrize("name", DATASETS)
-@settings(max_examples=25)
+@draws(12, 250)
 @given(parts=st.lists(st.integers(1, 4), min_size=1, max_size=4), steps=st.integers(0, 4))
 def test_rows_come_once_whoever_leaves_and_joins(name, parts, steps):
     """With n of 4 workers each step has n / 4 of the rows, and another number continues at the next row."""

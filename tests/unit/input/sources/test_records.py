@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from simulation import DATA, MOVES, SHAPES, assert_goes_on, assert_shared, batch_sizes, open_all, rows_of, take
+from tests.draws import draws
 
 from phalanx._src.input.shard import InputWorker
 from phalanx._src.input.sources.adapt import source_of
@@ -29,6 +30,7 @@ def make(request):
     return KINDS[request.param]
 
 
+@pytest.mark.cover(["make", "shape"], {([*KINDS][sum(shape) % 2], shape) for shape in SHAPES})
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_row_once_and_in_order(make, shape):
     """For all numbers of rows, batch sizes, workers and replicas."""
@@ -37,7 +39,7 @@ def test_every_row_once_and_in_order(make, shape):
             assert_shared(make(n, b), shape, batch_sizes(n, b))
 
 
-@settings(max_examples=60)
+@draws(20, 600)
 @given(st.integers(0, 2000), st.integers(1, 500), st.integers(1, 12), st.integers(1, 12))
 def test_every_row_once_at_larger_sizes(n, b, count, replicas):
     assert_shared(ArrayRecords(np.arange(n), b), (count, replicas), batch_sizes(n, b))

@@ -16,6 +16,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from tests.draws import MANY
 
 from phalanx._src.parameter_server.scheduling.queue import CAPACITY, Closure, ClosureQueue, PendingValue
 from phalanx.errors import CancelledError, InvalidArgumentError
@@ -496,7 +497,7 @@ def fate_of(closure):
 
 
 TestQueueMachine = QueueMachine.TestCase
-TestQueueMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestQueueMachine.settings = settings(max_examples=600 if MANY else 20, stateful_step_count=40, deadline=None)
 
 
 class Cluster:
