@@ -1,5 +1,6 @@
 """What unit tests of several rooms need."""
 
+import gc
 import os
 import subprocess
 import sys
@@ -12,6 +13,14 @@ import phalanx
 @pytest.fixture
 def strategy():
     return phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+
+
+@pytest.fixture
+def collect():
+    """Collects what has been made since the beginning of the test. A full collection looks for seconds through what all tests have left."""
+    gc.disable()  # It would make a part of this old.
+    yield lambda: gc.collect(0)
+    gc.enable()
 
 
 @pytest.fixture

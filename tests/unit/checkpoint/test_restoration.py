@@ -1,6 +1,5 @@
 """Which object receives which value."""
 
-import gc
 import os
 import signal
 import weakref
@@ -106,13 +105,13 @@ def test_variables_of_a_model_that_is_called_begin_with_saved_values(tmp_path):
     status.assert_consumed()
 
 
-def test_variables_begin_with_saved_values_although_nobody_holds_the_checkpoint(tmp_path):
+def test_variables_begin_with_saved_values_although_nobody_holds_the_checkpoint(tmp_path, collect):
     """As after `restore_or_initialize`. The objects are not kept alive by what waits for their variables."""
     model, optimizer = trained(phalanx.get_strategy())
     path = Checkpoint(model=model, optimizer=optimizer).save(tmp_path / "c")
     fresh, slots = Net(), keras.optimizers.Adam(0.1)
     Checkpoint(model=fresh, optimizer=slots).restore(path)
-    gc.collect()
+    collect()
     train(phalanx.get_strategy(), fresh, slots, 1)
     train(phalanx.get_strategy(), model, optimizer, 1)
     assert_same((fresh, slots), (model, optimizer))
@@ -122,7 +121,7 @@ def test_variables_begin_with_saved_values_although_nobody_holds_the_checkpoint(
     assert len(restoration.OPEN) == 1
     gone = weakref.ref(abandoned)
     del abandoned
-    gc.collect()
+    collect()
     assert gone() is None
     layers.Dense(1).build((1, 1))
     assert restoration.OPEN == []

@@ -11,6 +11,7 @@ import pytest
 import safetensors.numpy
 from hypothesis import given
 from hypothesis import strategies as st
+from tests import forks
 from tests.draws import draws
 
 from phalanx._src.checkpoint import store
@@ -66,7 +67,7 @@ def test_other_programs_read_the_arrays(tmp_path, run_python):
         "context.checkpoint_layout = ocp.options.CheckpointLayout.SAFETENSORS\n"
         f"with context:\n    print(ocp.load({str(file)!r})['dense/kernel'].tolist())\n"
     )
-    assert str(array.tolist()) in run_python(code)
+    assert str(array.tolist()) in run_python(code, forks.run)
 
 
 def test_missing_file_names_what_is_there(tmp_path):

@@ -1,7 +1,6 @@
 """What is known about variables, without attributes on them."""
 
 import copy
-import gc
 import weakref
 
 import keras
@@ -9,14 +8,14 @@ import keras
 from phalanx._src.compat import facts
 
 
-def test_facts_end_with_their_variable():
+def test_facts_end_with_their_variable(collect):
     """Neither a variable nor the one that is read instead of it is kept alive by what is known about them."""
     variable, outer = keras.Variable(1.0), keras.Variable(2.0)
     facts.note_facts(variable).outer = outer
     assert facts.facts_of(variable).outer is outer
     before, references = len(facts._facts), [weakref.ref(variable), weakref.ref(outer)]
     del variable, outer
-    gc.collect()
+    collect()
     assert [reference() for reference in references] == [None, None]
     assert len(facts._facts) < before
 

@@ -1,7 +1,5 @@
 """`phalanx.elastic.steps` outside an elastic group is a plain loop. Inside: tests/cluster/test_elastic.py."""
 
-import gc
-
 import keras
 import numpy as np
 import pytest
@@ -42,11 +40,11 @@ def test_nothing_is_read_before_the_loop(strategy):
         phalanx.elastic.steps(calls.append, dataset, epochs=0)
 
 
-def test_dataset_whose_strategy_is_gone():
+def test_dataset_whose_strategy_is_gone(collect):
     strategy = phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
     dataset = strategy.experimental_distribute_dataset(np.arange(4.0), batch_size=2)
     del strategy
-    gc.collect()
+    collect()
     with pytest.raises(InvalidArgumentError, match="its strategy no longer exists"):
         next(phalanx.elastic.steps(lambda batch: batch, dataset))
 

@@ -179,7 +179,7 @@ def test_model_without_call(strategy):
         model.evaluate(X, Y, verbose=0)
 
 
-def test_distributed_dataset_brings_its_strategy(strategy):
+def test_distributed_dataset_brings_its_strategy(strategy, collect):
     """A model of no scope trains and evaluates on the replicas of the dataset's strategy. If that is gone, an error says so."""
     ours, theirs = alone(compiled()), alone(compiled())
     dataset = strategy.experimental_distribute_dataset([(X[i : i + 16], Y[i : i + 16]) for i in range(0, 96, 16)])
@@ -187,7 +187,7 @@ def test_distributed_dataset_brings_its_strategy(strategy):
     assert ours.weights[0].value.sharding.device_set == set(strategy.topology.devices)
     same(ours.evaluate(dataset, verbose=0), theirs.evaluate(X[:96], Y[:96], verbose=0))
     dataset = replicas(2).experimental_distribute_dataset([(X[:16], Y[:16])])
-    gc.collect()
+    collect()
     with pytest.raises(ContextError, match=r"no longer exists.*\nHINT: with strategy.scope\(\):"):
         alone(compiled()).fit(dataset, verbose=0)
 

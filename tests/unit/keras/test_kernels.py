@@ -100,9 +100,7 @@ COVER = {
     "separable",
     "pointwise",
     "gelu",
-    "convolution_with_strides",
     "transposed",
-    "groups",
 }
 
 

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cross-entropy of a saturated sigmoid or softmax has the loss and the gradients of its logits."""
 
-import gc
-
 import jax
 import keras
 import numpy as np
@@ -78,7 +76,7 @@ def test_option_turns_it_off(strategy):
     assert plain[0] < 16.2
 
 
-def test_nothing_outside_of_steps(strategy):
+def test_nothing_outside_of_steps(strategy, collect):
     """Keras's own function clips as before, eagerly and in a jit of JAX. The probabilities of a trace are forgotten with it."""
 
     def loss(x):
@@ -88,7 +86,7 @@ def test_nothing_outside_of_steps(strategy):
     np.testing.assert_allclose([loss(x), jax.jit(loss)(x)], 15.942385, rtol=1e-5)
     assert not logits._sources
     strategy.run(lambda x: keras.ops.sigmoid(x), args=(X,))
-    gc.collect()
+    collect()
     assert not logits._sources
 
 

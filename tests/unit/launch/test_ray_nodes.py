@@ -176,15 +176,21 @@ def test_no_place_for_so_many_workers(phalanx_run, output):
     assert f"--workers 9: {missing}" in output()
 
 
-def test_commands_that_are_refused(phalanx_run, output):
-    """One launcher starts all workers. A cluster that does not answer is named."""
+def test_launcher_in_the_cluster_is_refused(phalanx_run, output):
+    """One launcher starts all workers."""
     process = phalanx_run("", "--in-cluster", "--workers", "1:2")
     assert process.wait(DEADLINE_S) == 2
     assert "with --in-cluster: one launcher starts all workers on Ray's nodes." in output()
-    for address, why in (("127.0.0.1:1", "[Errno 111] Connection refused"), ("nowhere", "Invalid address format")):
-        process = phalanx_run("", address=address, PHALANX_START_TIMEOUT_S="0.2")
-        assert process.wait(DEADLINE_S) == 2
-        assert f"phalanx: phalanx run --ray {address}: this cluster does not answer: {why}" in output()
+
+
+@pytest.mark.cover(["address"], {"127.0.0.1:1"})
+@pytest.mark.parametrize(
+    ("address", "why"), [("127.0.0.1:1", "[Errno 111] Connection refused"), ("nowhere", "Invalid address format")]
+)
+def test_cluster_that_does_not_answer(phalanx_run, output, address, why):
+    process = phalanx_run("", address=address, PHALANX_START_TIMEOUT_S="0.2")
+    assert process.wait(DEADLINE_S) == 2
+    assert f"phalanx: phalanx run --ray {address}: this cluster does not answer: {why}" in output()
 
 
 MEETS = """

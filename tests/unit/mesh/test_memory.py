@@ -1,7 +1,5 @@
 """Memory of the host that is used again."""
 
-import gc
-
 import jax
 import numpy as np
 import pytest
@@ -21,7 +19,7 @@ def test_entries_are_aligned_and_contiguous(dtype):
     assert all(arrays.address(entry) % arrays.ALIGNMENT == 0 and entry.flags.c_contiguous for entry in array)
 
 
-def test_memory_is_lent_again_when_nobody_refers_to_it():
+def test_memory_is_lent_again_when_nobody_refers_to_it(collect):
     """A view, and a JAX array that shares the memory, refer to it."""
     pool = Pool()
     first = pool.empty(SHAPE, np.float32)
@@ -33,7 +31,7 @@ def test_memory_is_lent_again_when_nobody_refers_to_it():
     assert arrays.address(pool.empty(SHAPE, np.float32)) != place
     shared.delete()
     del shared
-    gc.collect()
+    collect()
     jax.device_put(0).block_until_ready()  # JAX drops its references at a later call.
     assert place in {arrays.address(x) for x in [pool.empty(SHAPE, np.float32) for _ in range(4)]}
 

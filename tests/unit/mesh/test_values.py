@@ -112,6 +112,10 @@ USES = {
 }
 
 
+@pytest.mark.cover(
+    ["use", "which"],
+    [(use, 1) for use in USES.values()] + [(USES[name], 0) for name in ("sums", "matmul", "index", "numpy")],
+)
 @pytest.mark.parametrize("use", USES.values(), ids=USES.keys())
 @pytest.mark.parametrize("which", [0, 1], ids=["full", "short"])
 def test_a_batch_of_one_replica_is_its_array(use, which):

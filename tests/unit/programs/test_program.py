@@ -173,7 +173,7 @@ def test_set_by_tracing_and_changed(strategy):
 def test_hundreds_of_variables(strategy):
     """Read, written and combined in one program."""
     with strategy.scope():
-        variables = [keras.Variable(float(i), trainable=False) for i in range(300)]
+        variables = [keras.Variable(float(i), trainable=False) for i in range(200)]
 
     def step():
         for v in variables:
@@ -181,7 +181,7 @@ def test_hundreds_of_variables(strategy):
 
     for _ in range(2):
         strategy.run(step)
-    assert [float(v.numpy()) for v in variables] == [i + 2.0 for i in range(300)]
+    assert [float(v.numpy()) for v in variables] == [i + 2.0 for i in range(200)]
 
 
 def test_replica_function_that_raises(strategy):

@@ -1,6 +1,5 @@
 """The arrays of a program's variables."""
 
-import gc
 import re
 
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from phalanx._src.programs.values import put_values
 from phalanx.errors import StateLostError
 
 
-def test_held_values_stay_alive(strategy):
+def test_held_values_stay_alive(strategy, collect):
     """What a step has returned of a variable, `v.value`, a NumPy view of it, and local results survive the steps after them."""
     v = variable(strategy, np.float32([10.0, 20.0]))
     step = phalanx.function(lambda: (strategy.run(lambda: v.assign_add([1.0, 1.0])), v.value)[1])
@@ -26,7 +25,7 @@ def test_held_values_stay_alive(strategy):
     local = strategy.experimental_local_results(v)
     for _ in range(3):
         step()
-    gc.collect()
+    collect()
     assert result.tolist() == [12, 22]
     assert ref.tolist() == array.tolist() == local[1].tolist() == [14, 24]
     assert v.numpy().tolist() == [20, 30]

@@ -6,6 +6,7 @@ import logging
 import keras
 import numpy as np
 import pytest
+from tests import forks
 
 import phalanx
 from phalanx.errors import SlipWarning
@@ -96,7 +97,7 @@ for strategy in (phalanx.MirroredStrategy(), phalanx.MirroredStrategy(["cpu:0"])
 @pytest.mark.slow
 def test_one_device_is_no_mistake(run_python):
     """There is a note how to get a second one, unless the device was chosen."""
-    first, how, second = run_python(ONE_CPU, JAX_NUM_CPU_DEVICES="1").splitlines()
+    first, how, second = run_python(ONE_CPU, forks.run, JAX_NUM_CPU_DEVICES="1").splitlines()
     assert first == second == "Phalanx: 1 replica on cpu:0"
     assert "phalanx.set_virtual_cpu_devices(2) at the top of the script makes two" in how
 

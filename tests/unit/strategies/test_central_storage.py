@@ -1,7 +1,5 @@
 """`CentralStorageStrategy`: where variables live, when they change, and what a step must not do."""
 
-import gc
-
 import jax
 import keras
 import numpy as np
@@ -141,7 +139,6 @@ def test_slots_are_nowhere_else():
         model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1000), keras.layers.Dense(1)])
         optimizer = keras.optimizers.Adam()
     (batch,) = strategy.experimental_distribute_dataset([(X, Y)])
-    gc.collect()
     others = jax.live_arrays()  # Caches hold what other tests have left.
     strategy.run(stepper(model, optimizer), args=(batch,))
     made = [array for array in jax.live_arrays() if not any(array is other for other in others)]

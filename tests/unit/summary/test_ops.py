@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from event_files import events, written
 from PIL import Image
+from tests import forks
 
 import phalanx
 from phalanx import summary
@@ -463,7 +464,8 @@ def test_program_that_ends(run_python, tmp_path):
         "    phalanx.summary.create_tracker_writer(tracker),\n"
         "):\n"
         "    writer.set_as_default(step=2)\n"
-        "    phalanx.function(lambda x: phalanx.summary.scalar('x', x))(1.5)\n"
+        "    phalanx.function(lambda x: phalanx.summary.scalar('x', x))(1.5)\n",
+        forks.run,
     )
     assert output == ""
     assert sorted(written(tmp_path / "block")) == ["x", "y", "z"]

@@ -24,6 +24,7 @@ def batch_of(strategy, *rows, shape=()):
 AVERAGED = [{"aggregation": "none"}, {"aggregation": "mean"}, {"aggregation": "mean", "synchronization": "on_read"}]
 
 
+@pytest.mark.cover(["strategy", "kwargs"], [(3, AVERAGED[0]), (2, AVERAGED[1]), (3, AVERAGED[2])])
 @pytest.mark.parametrize("kwargs", AVERAGED, ids=str)
 def test_variables_average_replicas_with_rows(strategy, kwargs):
     """Like moving statistics: other replicas may compute what they like, and a batch without rows changes nothing."""
@@ -40,6 +41,7 @@ def test_variables_average_replicas_with_rows(strategy, kwargs):
     assert [float(v) for v in (loss, mean, increased, kept)] == [5, 5, 6, 1]
 
 
+@pytest.mark.cover(["strategy"], {3})
 def test_sums_count_zero_without_rows(strategy):
     """A sum over rows is what it is: zero where there are none."""
     with strategy.scope():
@@ -49,6 +51,7 @@ def test_sums_count_zero_without_rows(strategy):
     assert float(v) == 5
 
 
+@pytest.mark.cover(["strategy"], {2})
 def test_batch_normalization_uses_real_rows(strategy):
     """Its moving statistics are those of the rows that are there; without rows they stay."""
     with strategy.scope():
@@ -62,6 +65,7 @@ def test_batch_normalization_uses_real_rows(strategy):
     np.testing.assert_allclose(layer.moving_variance, [0.5, 0.5], rtol=1e-6)
 
 
+@pytest.mark.cover(["strategy"], {3})
 def test_all_reduce_averages_replicas_with_rows(strategy):
     """They alone count in a sum and a mean; on all replicas, through shared buffers too; zero if none has a row."""
     packed = phalanx.experimental.CommunicationOptions(bytes_per_pack=8)
@@ -79,6 +83,7 @@ def test_all_reduce_averages_replicas_with_rows(strategy):
     assert float(strategy.run(step, args=(batch_of(strategy),)).values[0]) == 0
 
 
+@pytest.mark.cover(["strategy", "whole"], {(2, True), (3, False)})
 @pytest.mark.parametrize("whole", [False, True])
 def test_reduce_over_the_replicas(strategy, whole):
     """A mean of one number per replica, some of which have nothing to say; also within one program."""
@@ -87,6 +92,7 @@ def test_reduce_over_the_replicas(strategy, whole):
     assert float(step(batch_of(strategy, 5.0))) == 5
 
 
+@pytest.mark.cover(["strategy"], {3})
 def test_reduce_over_rows(strategy):
     """Real rows only."""
     for axis in (0, (0,)):
@@ -94,6 +100,7 @@ def test_reduce_over_rows(strategy):
     assert strategy.gather(batch_of(strategy, 5.0), axis=0).tolist() == [5]
 
 
+@pytest.mark.cover(["strategy", "weighted"], {(2, True), (3, False)})
 @pytest.mark.parametrize("weighted", [False, True])
 def test_metrics_see_real_rows_only(strategy, weighted):
     """With and without weights of one's own."""
@@ -110,6 +117,7 @@ def test_metrics_see_real_rows_only(strategy, weighted):
     assert float(metric.result()) == pytest.approx(np.average(rows, weights=rows if weighted else None))
 
 
+@pytest.mark.cover(["strategy"], {3})
 def test_gradients_of_one_row_equal_one_device(strategy):
     """Of a batch of one row, they are those of one device on that row."""
     with strategy.scope():

@@ -1,7 +1,6 @@
 """Scopes, contexts, and the error for each verb in the wrong one."""
 
 import copy
-import gc
 import pickle
 import threading
 
@@ -176,10 +175,10 @@ def test_deepcopy_of_a_strategy(strategy):
     assert [float(x) for x in other.run(replica_sum).values] == [2, 2]
 
 
-def test_deepcopy_is_among_the_living():
+def test_deepcopy_is_among_the_living(collect):
     """`fit` outside all scopes looks there for the strategy of its dataset, also after the original has gone."""
     other = copy.deepcopy(phalanx.MirroredStrategy(["cpu:0", "cpu:1"]))
-    gc.collect()
+    collect()
     assert strategy_on(other.topology) is other
 
 

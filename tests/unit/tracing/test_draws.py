@@ -1,6 +1,5 @@
 """Iterators inside a phalanx.function: a call takes as many batches as the trace did."""
 
-import gc
 import weakref
 
 import jax
@@ -34,7 +33,7 @@ def total_of(strategy, batch):
 
 @pytest.mark.cover(["make"], [EVERY_KIND["mirrored"], EVERY_KIND["central"]])
 @every_kind
-def test_a_step_that_takes_the_iterator(make):
+def test_a_step_that_takes_the_iterator(make, collect):
     """The step of TensorFlow's TPU guide: sums of all batches, at each epoch; a new iterator is no new program, and none is held."""
     strategy, traces = make(), []
     batches = dataset(strategy)
@@ -48,7 +47,7 @@ def test_a_step_that_takes_the_iterator(make):
     assert len(traces) == 2  # One for the short batch.
     gone = weakref.ref(iterator)
     del iterator
-    gc.collect()
+    collect()
     assert gone() is None
 
 
@@ -154,7 +153,7 @@ def test_two_iterators_and_a_batch(strategy):
         assert [float(x) for x in means] == [2 * x / (3 if abs(x) == 39 else 4) for x in expected]
 
 
-def test_a_step_that_closes_over_the_iterator(strategy):
+def test_a_step_that_closes_over_the_iterator(strategy, collect):
     """The iterator is fetched from all the same, and no program keeps it alive."""
     iterator = iter(dataset(strategy))
     gone = weakref.ref(iterator)
@@ -169,7 +168,7 @@ def test_a_step_that_closes_over_the_iterator(strategy):
     with pytest.raises(OutOfRangeError, match="no further batch"):
         step()
     iterator = iter(dataset(strategy))
-    gc.collect()
+    collect()
     assert gone() is None
     assert [float(step()) for _ in range(4)] == [6, 22, 38, 39]
     assert len(calls) == 4  # A full and a short batch of each iterator.

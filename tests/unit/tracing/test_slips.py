@@ -50,21 +50,22 @@ def test_a_mean_over_the_rows_of_a_replica(strategy, loss_of):
         train(strategy, loss_of)
 
 
-@pytest.mark.parametrize(
-    "loss_of",
-    [
-        lambda y, _: phalanx.nn.compute_average_loss(keras.ops.mean(y**2, axis=-1)),
-        lambda y, _: phalanx.nn.compute_average_loss(keras.ops.mean(y**2, axis=-1), global_batch_size=8),
-        lambda y, _: jnp.sum(y[:, 0]) / 8,
-        lambda y, _: jnp.sum(y) / 8,
-        lambda y, _: jnp.mean(y**2) / 2,
-        lambda y, _: jnp.mean(y**2) * 0.5,
-        lambda y, m: phalanx.nn.compute_average_loss(y[:, 0]) + jnp.mean(m.layers[0].kernel ** 2) / 2,
-        lambda y, m: phalanx.nn.compute_average_loss(y[:, 0]) + jnp.mean(jnp.outer(X[:4], m.layers[0].kernel.value)),
-        lambda y, _: jnp.sum(y**2),
-        lambda y, _: phalanx.get_replica_context().all_reduce("MEAN", jnp.mean(y)) / 2,
-    ],
-)
+RIGHT = [
+    lambda y, _: phalanx.nn.compute_average_loss(keras.ops.mean(y**2, axis=-1)),
+    lambda y, _: phalanx.nn.compute_average_loss(keras.ops.mean(y**2, axis=-1), global_batch_size=8),
+    lambda y, _: jnp.sum(y[:, 0]) / 8,
+    lambda y, _: jnp.sum(y) / 8,
+    lambda y, _: jnp.mean(y**2) / 2,
+    lambda y, _: jnp.mean(y**2) * 0.5,
+    lambda y, m: phalanx.nn.compute_average_loss(y[:, 0]) + jnp.mean(m.layers[0].kernel ** 2) / 2,
+    lambda y, m: phalanx.nn.compute_average_loss(y[:, 0]) + jnp.mean(jnp.outer(X[:4], m.layers[0].kernel.value)),
+    lambda y, _: jnp.sum(y**2),
+    lambda y, _: phalanx.get_replica_context().all_reduce("MEAN", jnp.mean(y)) / 2,
+]
+
+
+@pytest.mark.cover(["loss_of", "rows"], [(loss_of, 7 if i in (0, 3, 6, 9) else 8) for i, loss_of in enumerate(RIGHT)])
+@pytest.mark.parametrize("loss_of", RIGHT)
 @pytest.mark.parametrize("rows", [8, 7])
 def test_losses_that_are_right(strategy, loss_of, rows):
     """They say how they are averaged over the global batch, or sum."""

@@ -14,7 +14,7 @@ import phalanx
 from phalanx.errors import InvalidArgumentError
 
 ROWS = np.random.default_rng(0).normal(size=(7, 6)).astype("float32")
-BATCHES = [ROWS, ROWS[:3], ROWS[:1], ROWS]  # With two replicas, four rows and three, two and one, one and none.
+BATCHES = [ROWS, ROWS[:1], ROWS]  # With two replicas, four rows and three, one and none.
 TWO = ["cpu:0", "cpu:1"]
 
 
@@ -150,7 +150,7 @@ def test_slots_written_with_short_batches() -> None:
             optimizer.apply([v * keras.ops.sum(x)], [v])
             optimizer.variables[2].assign(optimizer.variables[2] * 0.5)
 
-        for batch in strategy.experimental_distribute_dataset(BATCHES[1:3]):
+        for batch in strategy.experimental_distribute_dataset([ROWS[:3], ROWS[:1]]):
             strategy.run(step, args=(batch,))
         return [np.asarray(v), np.asarray(optimizer.variables[2])]
 
@@ -317,11 +317,12 @@ def test_other_ways_to_step(how: str) -> None:
 def test_checkpoints_between_whole_and_sharded(tmp_path: Any) -> None:
     make = ELEMENTWISE["SGD with momentum"]
     strategies = [_sharded(), phalanx.OneDeviceStrategy("cpu:0"), _sharded()]
-    _, model, optimizer = _trained(strategies[0], make)
+    even = [ROWS[:2]]
+    _, model, optimizer = _trained(strategies[0], make, even)
     expected = [np.asarray(v) for v in (*model.variables, *optimizer.variables)]
     phalanx.train.Checkpoint(model=model, optimizer=optimizer).write(tmp_path / "a")
     for strategy in strategies[1:]:
-        _, model, optimizer = _trained(strategy, make, BATCHES[:1])
+        _, model, optimizer = _trained(strategy, make, even)
         phalanx.train.Checkpoint(model=model, optimizer=optimizer).restore(tmp_path / "a")
         for a, b in zip((*model.variables, *optimizer.variables), expected, strict=True):
             np.testing.assert_array_equal(a, b)

@@ -50,6 +50,7 @@ def small():
     return keras.Sequential([keras.layers.Dense(2), keras.layers.Dropout(0.5)])
 
 
+@pytest.mark.cover(["model"], {TwoInputs})
 @pytest.mark.parametrize(("model", "features"), [(small, X), (TwoInputs, {"a": X, "b": X[:, :2]})])
 def test_export_predicts_as_the_model(tmp_path, model, features):
     """For any number of rows, although two variables of the model have one path."""
