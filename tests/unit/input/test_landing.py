@@ -64,6 +64,15 @@ def whole(strategy, batches, steps):
     return found
 
 
+@pytest.mark.cover(
+    ["kind", "group", "replicas"],
+    {
+        *((kind, 1, 2) for kind in ("arrays", "shuffled", "JAX array", "generator")),
+        *((kind, 3, 1) for kind in ("arrays beside callbacks", "JAX array", "generator of JAX arrays")),
+        *((kind, 3, 2) for kind in ("arrays", "JAX array")),
+        *((kind, 1, 1) for kind in ("arrays beside callbacks", "generator of JAX arrays")),
+    },
+)
 @pytest.mark.parametrize("replicas", [1, 2])
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize(

@@ -175,6 +175,9 @@ def test_rest_of_the_epochs_has_the_same_order(name, stops):
     assert found == expected
 
 
+@pytest.mark.cover(
+    ["name"], {"arrays", "batches of threads", "indices by NumPy", "state of its own", "distributed function"}
+)
 @pytest.mark.parametrize("name", [name for name in SOURCES if name != "generator"])
 def test_rest_of_an_epoch_after_a_move(name):
     """In a group that loses a process, the data is read again, from a position in the middle of an epoch. Threads had read more of it."""

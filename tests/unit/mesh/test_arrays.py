@@ -180,6 +180,17 @@ def test_an_assigned_array_changed_afterwards(strategy, made):
     assert [float(s) for s in sums] == [2 * 64 * 64] * len(sums)
 
 
+@pytest.mark.cover(
+    ["strategy", "made", "form", "width"],
+    [
+        (["cpu:0"], aligned, "rows", 16),
+        (["cpu:0"], unaligned, "batches", 1 << 19),
+        (["cpu:0"], aligned, "sequence", 1 << 19),
+        (["cpu:0", "cpu:1"], unaligned, "rows", 1 << 19),
+        (["cpu:0", "cpu:1"], aligned, "batches", 1 << 19),
+        (["cpu:0", "cpu:1"], unaligned, "sequence", 16),
+    ],
+)
 @pytest.mark.parametrize("made", [aligned, unaligned])
 @pytest.mark.parametrize("form", ["rows", "batches", "sequence"])
 @pytest.mark.parametrize("width", [16, 1 << 19])

@@ -100,6 +100,7 @@ def test_equals_as_many_runs(rows, steps, replicas):
     assert float(many.seen) == rows
 
 
+@pytest.mark.cover(["replicas"], {2})
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_groups_of_any_length_share_a_trace(replicas):
     """Full and short ones; another is of a short batch; none is traced again in the next epoch."""
@@ -120,6 +121,7 @@ def test_groups_of_any_length_share_a_trace(replicas):
     assert float(total) == pytest.approx(12)
 
 
+@pytest.mark.cover(["replicas", "ahead"], {(0, 2), (1, 2), (2, 0)})
 @pytest.mark.parametrize(("replicas", "ahead"), [(0, 0), (0, 2), (1, 2), (2, 0), (2, 2)])
 def test_mixed_with_next(replicas, ahead):
     """On one iterator: no batch is lost or doubled when the form changes."""
@@ -140,6 +142,7 @@ def test_positions_between_groups(strategy):
     assert sums(strategy, other, 3) == [54, 70]
 
 
+@pytest.mark.cover(["replicas"], {0, 2})
 @pytest.mark.parametrize("replicas", [0, 1, 2])
 def test_short_batches_begin_a_group(replicas):
     """The steps of a group have equal numbers of rows."""
@@ -169,6 +172,7 @@ def test_results_are_stacked(strategy):
     assert mirrored.value["total"].tolist() == [38]
 
 
+@pytest.mark.cover(["replicas"], {3})
 @pytest.mark.parametrize("replicas", [1, 2, 3])
 def test_reduce_of_rows(replicas):
     """Dim 0 are the steps, dim 1 the rows, of which replicas may have different numbers."""
@@ -188,6 +192,7 @@ def test_mean_over_the_replicas_with_rows(steps):
     assert mean(strategy.run_steps(jnp.sum, batches(strategy, rows, 2), steps)).tolist() == each == [1.5, 3.5, 5.5]
 
 
+@pytest.mark.cover(["replicas"], {0, 2})
 @pytest.mark.parametrize("replicas", [0, 1, 2])
 def test_state_without_a_model(replicas):
     """What is assigned in one step is read in the next."""
@@ -204,6 +209,7 @@ def test_state_without_a_model(replicas):
     assert float(v) == 8
 
 
+@pytest.mark.cover(["replicas"], {0, 2})
 @pytest.mark.parametrize("replicas", [0, 1, 2])
 def test_stacked_batches_elsewhere(replicas):
     """`batches(steps=K)` and `run_steps` can be mixed too: they count in batches."""
