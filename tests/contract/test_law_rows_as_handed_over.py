@@ -10,7 +10,7 @@ from tests.draws import draws
 import phalanx
 
 
-@draws(12, 300)
+@draws(40, 300)
 @hypothesis.given(cases(), st.integers(1, 3))
 def test_rows_are_those_that_were_handed_over(case, replicas):
     """Also while later batches are read, and while the caller writes; a batch does not change as long as it lives."""
