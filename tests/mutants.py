@@ -133,7 +133,7 @@ class Copy:
         if code in (0, 1, 2):
             return re.findall(r"^(?:FAILED|ERROR) (\S+?\.py.*?)(?: - .*)?$", text, re.MULTILINE) if code else []
         started = re.findall(r"^(\S+\.py::.*?)(?: (?:PASSED|SKIPPED|FAILED|ERROR).*)?$", text, re.MULTILINE)
-        return [f"{'hang' if code is None else f'exit code {code}'} in {(started or arguments)[-1]}"]
+        return [f"{'hang' if code is None else f'exit code {code}'} in {(started or arguments)[-1].strip()}"]
 
 
 def _exit_code(process: subprocess.Popen[bytes], bound_s: float) -> int | None:

@@ -146,7 +146,7 @@ def test_communication_options_change_only_what_is_sent(cluster_of, options, sen
 
 
 def test_order_of_rows(cluster_of):
-    """All shuffle alike, though nobody has set a seed."""
+    """All shuffle alike: `fit` draws one order for all processes."""
     replies(cluster_of(2, 1), "shuffled")
 
 

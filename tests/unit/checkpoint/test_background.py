@@ -72,7 +72,11 @@ def test_pieces_of_other_processes_are_waited_for(tmp_path, monkeypatch):
     """Until they are there; a process that does not write them is named."""
     file = tmp_path / "a.safetensors"
     first = shards.file_of_rank(file, 0)
-    thread = threading.Timer(0.2, write, (first, {}, {"values": {}, "names": {}, "aliases": {}}))
+    complete = tmp_path / "complete.safetensors"
+    write(complete, {}, {"values": {}, "names": {}, "aliases": {}})
+    first.parent.mkdir()
+    first.touch()  # Some stores show a file before they have all of it.
+    thread = threading.Timer(0.2, complete.replace, (first,))
     thread.start()
     assert background.sums_of_pieces(file, [0]) == {"0": sum_of_contents(first)}
     thread.join()

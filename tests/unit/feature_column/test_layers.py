@@ -71,7 +71,7 @@ def trained(layer, prepared, strategy):
     with strategy.scope():
         model = keras.Sequential([layer(), keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(0.001), "mse")
-    losses = model.fit(prepared, Y, batch_size=10, epochs=2, shuffle=False, verbose=0).history["loss"]
+    losses = model.fit(prepared, Y, batch_size=9, epochs=2, shuffle=False, verbose=0).history["loss"]
     return losses, model.get_weights()
 
 
@@ -82,7 +82,7 @@ def trained(layer, prepared, strategy):
     [(feature_column.DenseFeatures, DENSE), (feature_column.LinearFeatures, [AGE, AGES, SIZE, CROSS, *DENSE[2:]])],
 )
 def test_two_replicas_train_as_one_device_does(kind, columns):
-    """`fit` on prepared features, with a last batch that two replicas cannot divide evenly."""
+    """`fit` on prepared features, in batches that two replicas cannot divide evenly."""
     prepared = feature_column.prepare(FEATURES, columns)
     strategies = phalanx.OneDeviceStrategy("cpu:0"), phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
     one, two = (trained(lambda: kind(columns), prepared, strategy) for strategy in strategies)

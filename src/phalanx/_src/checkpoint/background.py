@@ -112,8 +112,14 @@ def sums_of_pieces(file: Path, ranks: Sequence[int]) -> dict[str, str]:
       CheckpointError: a process does not write, or writes where this one does not see it.
     """
 
+    sums: dict[int, str] = {}
+
     def missing() -> list[int]:
-        return [rank for rank in ranks if not shards.file_of_rank(file, rank).exists()]
+        for rank in ranks:
+            # Some stores show a file before they have all of it.
+            if not sums.get(rank) and shards.file_of_rank(file, rank).exists():
+                sums[rank] = sum_of_contents(shards.file_of_rank(file, rank))
+        return [rank for rank in ranks if not sums.get(rank)]
 
     is_complete = _wait_while_written(lambda: not missing(), [shards.folder_of(file) / ".*.part"], _PIECES_S)
     # Looks again, because the last file may have been renamed since the last poll.
@@ -123,7 +129,7 @@ def sums_of_pieces(file: Path, ranks: Sequence[int]) -> dict[str, str]:
             f"rank {left[0]} has not written {shards.file_of_rank(file, left[0])}, as far as this machine sees.",
             "a folder that all machines share, because each process writes the shards that it holds",
         )
-    return {str(rank): sum_of_contents(shards.file_of_rank(file, rank)) for rank in ranks}
+    return {str(rank): sums[rank] for rank in ranks}
 
 
 def wait() -> None:

@@ -162,9 +162,11 @@ def _header(arrays: Mapping[str, np.ndarray], metadata: Mapping[str, str]) -> by
 
 
 def sum_of_contents(file: Path) -> str:
-    """Returns the sum of what comes before the arrays in a file, with the sums of the arrays."""
+    """Returns the sum of what comes before the arrays in a file, with the sums of the arrays. Empty if the file does not yet contain it."""
+    size = 8 + len(_BEFORE_SUM) + len(_NO_SUM)
     with file.open("rb") as opened:
-        return _sum_in(opened.read(8 + len(_BEFORE_SUM) + len(_NO_SUM)))
+        header = opened.read(size)
+    return _sum_in(header) if len(header) == size else ""
 
 
 def _sum_in(header: bytes) -> str:
