@@ -384,8 +384,8 @@ FAULTS = [
     ),
     Fault(
         "an error of the data is swallowed",
-        "prefetch:_Shelf.take",
-        "raise item.failure",
+        "prefetch:_Shelf.fail",
+        "self._failure = failure",
         "pass",
         "unit/input/test_prefetch.py",
     ),

@@ -14,7 +14,7 @@ from simulation import DEADLINE_S, prefetching, wait_for
 from tests import forks
 
 import phalanx
-from phalanx._src.input.prefetch import _Shelf, readings
+from phalanx._src.input.prefetch import readings
 from phalanx._src.tracing.context import get_strategy
 
 
@@ -32,7 +32,7 @@ def no_thread_remains():
 def waits_for_room():
     """Whether every thread that reads ahead has stopped to wait."""
     frames = sys._current_frames()
-    return all(frames[t.ident].f_code is _Shelf.wait_for_request.__code__ for t in prefetching())
+    return all(frames[t.ident].f_code is threading.Condition.wait.__code__ for t in prefetching())
 
 
 class Source:
@@ -197,7 +197,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 def batches():
     yield np.ones(2)
     main = threading.main_thread().ident
-    while not any(f.f_code.co_qualname == "_Shelf.take" for f, _ in traceback.walk_stack(sys._current_frames()[main])):
+    while not any(f.f_code is threading.Condition.wait.__code__ for f, _ in traceback.walk_stack(sys._current_frames()[main])):
         time.sleep(0.01)
     print("waits", flush=True)
     threading.Event().wait(600)

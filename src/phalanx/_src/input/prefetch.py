@@ -2,13 +2,11 @@
 """Calls a function ahead of its consumer, in a background thread or in the consumer's own thread."""
 
 import contextvars
-import queue
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Generic, TypeVar, final
 
 from typing_extensions import override
@@ -104,13 +102,16 @@ class _InThread(AbstractReadings[T]):
 
 
 def _fill(shelf: "_Shelf[T]", read: Callable[[], T | None]) -> None:
-    failure = None
     try:
-        while shelf.wait_for_request() and (item := read()) is not None:
+        while shelf.wait_for_room():
+            item = read()
+            if item is None:
+                break
             shelf.put(item)
     except BaseException as e:  # `take` raises it in the consumer's thread.
-        failure = e
-    shelf.end(failure)
+        shelf.fail(e)
+    finally:
+        shelf.end()
 
 
 def _end(shelf: "_Shelf[T]", thread: threading.Thread) -> None:
@@ -121,76 +122,69 @@ def _end(shelf: "_Shelf[T]", thread: threading.Thread) -> None:
         thread.join(_EXIT_TIMEOUT_S)
 
 
-@dataclass(frozen=True)
-class _End:
-    """What follows the last item."""
-
-    failure: BaseException | None
-
-
 class _Shelf(Generic[T]):
-    """Two queues between the consumer and the reading thread: requests, and the items that answer them.
+    """A bounded queue between the reading thread and the consumer, which also carries a failure, and closes.
 
-    `queue.SimpleQueue` passes an item faster than a `threading.Condition`, which counts for small batches. `queue.Queue`
-    cannot be closed before Python 3.13 (`Queue.shutdown`), so a thread blocked in `put` could not be stopped.
+    `queue.Queue` cannot be closed before Python 3.13 (`Queue.shutdown`), so a thread blocked in `put` could not be stopped.
     """
 
     def __init__(self, size: int, most: int | None) -> None:
-        self._size = size
-        self._requests: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._items: queue.SimpleQueue[T | _End] = queue.SimpleQueue()
-        self._requested = 0  # Items that were requested and are not taken.
-        self._closed = False
-        self._request(most)
+        # How many items there is room for, and how many will still be taken.
+        self._size, self._most = size, most
+        self._items: deque[T] = deque()
+        self._failure: BaseException | None = None
+        self._ended = self._closed = False
+        self._change = threading.Condition()
 
-    def _request(self, most: int | None) -> None:
-        """Requests as many items as will still be taken, up to the size of the shelf."""
-        for _ in range(self._requested, self._size if most is None else min(self._size, most)):
-            self._requests.put(None)
-            self._requested += 1
+    def wait_for_room(self) -> bool:
+        """Waits until there is room for an item. Returns False if the consumer has closed the shelf instead."""
+        with self._change:
+            self._change.wait_for(lambda: self._closed or len(self._items) < self._room)
+            return not self._closed
 
-    def wait_for_request(self) -> bool:
-        """Waits until an item is requested. Returns False if the consumer has closed the shelf instead."""
-        self._requests.get()
-        return not self._closed
+    @property
+    def _room(self) -> int:
+        return self._size if self._most is None else min(self._size, self._most)
 
     def put(self, item: T) -> None:
-        self._items.put(item)
+        with self._change:
+            self._items.append(item)
+            self._change.notify_all()
 
-    def end(self, failure: BaseException | None) -> None:
-        self._items.put(_End(failure))
+    def fail(self, failure: BaseException) -> None:
+        with self._change:
+            self._failure = failure
+
+    def end(self) -> None:
+        with self._change:
+            self._ended = True
+            self._change.notify_all()
 
     def close(self) -> None:
-        self._closed = True
-        self._requests.put(None)
+        with self._change:
+            self._closed = True
+            self._change.notify_all()
 
     def take(self, most: int | None) -> T | None:
-        self._request(most)
-        self._requested -= (
-            1  # Now, and not when the item is here: a Ctrl-C before it could be counted would end in an endless wait.
-        )
-        while True:
-            try:
-                # With a limit: a Ctrl-C between Python's last look for signals and an endless wait would have no effect.
-                item = self._items.get(timeout=_LOOK_S)
-                break
-            except queue.Empty:
+        with self._change:
+            self._most = most
+            self._change.notify_all()
+            # With a limit: a Ctrl-C between Python's last look for signals and an endless wait would have no effect.
+            while not self._change.wait_for(lambda: self._items or self._ended, _LOOK_S):
                 pass
-        if isinstance(item, _End):
-            self.end(None)  # For later calls.
-            if item.failure is not None:
-                raise item.failure
-            return None
-        self._request(most and most - 1)
-        return item
+            if self._items:
+                item = self._items.popleft()
+                # Until the next `take`, so that the thread reads no item which nobody will take.
+                self._most = most and most - 1
+                self._change.notify_all()
+                return item
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
+        return None
 
     def rest(self) -> tuple[list[T], BaseException | None]:
-        # The thread has ended before `stop` calls this, and put the end behind the last item.
-        items, failure = [], None
-        while not self._items.empty():
-            item = self._items.get()
-            if isinstance(item, _End):
-                failure = failure or item.failure
-            else:
-                items.append(item)
-        return items, failure
+        # No lock: the thread has ended before `stop` calls this.
+        rest = list(self._items), self._failure
+        self._items, self._failure = deque(), None
+        return rest
