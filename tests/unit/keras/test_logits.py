@@ -84,10 +84,10 @@ def test_nothing_outside_of_steps(strategy, collect):
 
     x = np.float32([100.0])
     np.testing.assert_allclose([loss(x), jax.jit(loss)(x)], 15.942385, rtol=1e-5)
-    assert not logits._sources
+    of_other_tests = len(logits._sources)
     strategy.run(lambda x: keras.ops.sigmoid(x), args=(X,))
     collect()
-    assert not logits._sources
+    assert len(logits._sources) <= of_other_tests
 
 
 def test_other_axis_is_left_alone(strategy):
