@@ -107,11 +107,6 @@ def test_variables_of_a_model_that_is_called_begin_with_saved_values(tmp_path):
 
 def test_variables_begin_with_saved_values_although_nobody_holds_the_checkpoint(tmp_path, collect):
     """As after `restore_or_initialize`. The objects are not kept alive by what waits for their variables."""
-    of_other_tests = [*restoration.OPEN]
-
-    def still_open():
-        return [each for each in restoration.OPEN if each not in of_other_tests]
-
     model, optimizer = trained(phalanx.get_strategy())
     path = Checkpoint(model=model, optimizer=optimizer).save(tmp_path / "c")
     fresh, slots = Net(), keras.optimizers.Adam(0.1)
@@ -120,16 +115,16 @@ def test_variables_begin_with_saved_values_although_nobody_holds_the_checkpoint(
     train(phalanx.get_strategy(), fresh, slots, 1)
     train(phalanx.get_strategy(), model, optimizer, 1)
     assert_same((fresh, slots), (model, optimizer))
-    assert still_open() == []
+    assert restoration.OPEN == []
     abandoned = Net()
     Checkpoint(model=abandoned).restore(path)
-    assert len(still_open()) == 1
+    assert len(restoration.OPEN) == 1
     gone = weakref.ref(abandoned)
     del abandoned
     collect()
     assert gone() is None
     layers.Dense(1).build((1, 1))
-    assert still_open() == []
+    assert restoration.OPEN == []
 
 
 def test_compiled_model_contains_its_optimizer_and_metrics(tmp_path):

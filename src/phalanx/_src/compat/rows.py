@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes losses, metrics and BatchNormalization of Keras those of the rows of all replicas.
 
-In a compiled step a replica has exactly its rows and no padding (`phalanx._src.programs.own_rows`), so most of it is Keras's own code. What a replica must know of the others is here: what a masked mean
-divides by, and functions that need the whole batch. In a step that is not compiled, replicas have padding and a mask, which is applied
-here too.
+In a compiled step a replica has exactly its rows and no padding (`phalanx._src.programs.own_rows`), so most of it is Keras's own code.
+What a replica must know of the others is here: what a masked mean divides by, and functions that need the whole batch. In a step that is
+not compiled, replicas have padding and a mask, which is applied here too.
 """
 
 import contextlib

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Judges from the reports of all processes of a cluster whether it can continue: which has died, is silent, or makes no progress for too long.
 
-Uses the standard library only."""
+Uses the standard library only.
+"""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
