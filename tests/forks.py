@@ -70,7 +70,8 @@ def template():
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         environment = {k: v for k, v in os.environ.items() if not k.startswith(("JAX_", "PHALANX_", "TF_", "XLA_"))}
         process = _NewInterpreter(
-            [sys.executable, __file__, str(theirs.fileno())],
+            # As PYTHONUNBUFFERED makes it, which `phalanx run` sets: a fork cannot change it.
+            [sys.executable, "-u", __file__, str(theirs.fileno())],
             env={**environment, "KERAS_BACKEND": "jax", "NPROC": "2", "JAX_PLATFORMS": "cpu"},
             pass_fds=[theirs.fileno()],
             stdin=subprocess.DEVNULL,

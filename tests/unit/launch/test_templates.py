@@ -252,8 +252,8 @@ def test_elastic_pods_start_again_alone(write):
     assert spec["template"]["spec"]["terminationGracePeriodSeconds"] > 100
     resolvers = [resolver_of_environment(environ) for environ in pods(text)]
     machines = [Machines.of(r.cluster_spec(), Task(r.task_type, r.task_id)) for r in resolvers]
-    first = f"train-{container['name']}-0-0.train:8470"
-    assert machines == [Machines(index, 4, first) for index in range(4)]
+    addresses = tuple(f"train-{container['name']}-0-{index}.train:8470" for index in range(4))
+    assert machines == [Machines(index, addresses) for index in range(4)]
 
 
 def test_elastic_script_keeps_the_other_nodes():

@@ -28,20 +28,24 @@ class Machines:
     """The machines of an elastic group, on each of which `phalanx run` starts a share of the workers.
 
     Args:
-      index: index of this machine. The first one holds the rendezvous.
-      count: number of machines.
-      address: `host:port` of the rendezvous. Empty for a free port that only this machine can reach.
+      index: index of this machine.
+      addresses: `host:port` of each machine, at which it listens while it holds the rendezvous. Empty for a free port that only this machine can reach.
+      leader: index of the machine that holds the rendezvous first.
     """
 
     index: int = 0
-    count: int = 1
-    address: str = ""
+    addresses: tuple[str, ...] = ()
+    leader: int = 0
 
     @classmethod
     def of(cls, spec: ClusterSpec, task: Task) -> Self:
         """Returns the machines of a cluster that has one task per machine."""
-        addresses = addresses_of_workers(spec)
-        return cls(id_in_cluster(spec, task), len(addresses), addresses[0])
+        return cls(id_in_cluster(spec, task), tuple(addresses_of_workers(spec)))
+
+    @property
+    def count(self) -> int:
+        """The number of machines."""
+        return max(1, len(self.addresses))
 
     def share(self, workers: int) -> int:
         """Returns how many of the workers run on each machine.

@@ -244,7 +244,7 @@ class RayNodes:
             timeout_s=self.timeout_s,
             is_packed=bool(gpus),
         )
-        self.machines = Machines(address=f"{self.ray.util.get_node_ip_address()}:{free_ports(1)[0]}")
+        self.machines = Machines(addresses=(f"{self.ray.util.get_node_ip_address()}:{free_ports(1)[0]}",))
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -80,6 +80,9 @@ def run_group(
                                 start=start,
                             )
                         outcome = _run_once(group, relay, grace_s, word_s)
+                        if isinstance(group, ElasticGroup):
+                            # The machine that has taken the place of a lost one keeps it when the group starts again.
+                            machines = replace(machines, leader=group.leader)
                     except StartupError as error:
                         number = relay.ending_signal()
                         if number is None and (not restart or least_workers is None):

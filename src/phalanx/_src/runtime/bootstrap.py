@@ -112,7 +112,6 @@ def enter(generation: Generation, stall_timeout_s: float | None = None) -> None:
     watchdog = watch.start(addresses, rank, lines, stall_timeout_s or stall_limit_s(os.environ), _outlive)
     member.changed = watchdog.change_point.request
     _set_up_jax()
-    bypass_proxies([generation.service])
     try:
         # A generation of one has no connections, and needs none.
         if lines:

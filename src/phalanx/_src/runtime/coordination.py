@@ -24,6 +24,7 @@ import numpy as np
 from phalanx._src.cluster.connections.filters import admit_only, is_visited
 from phalanx._src.cluster.connections.hosts import is_private
 from phalanx._src.cluster.connections.ports import HeldPort, listening_ports, sockets_of_process, stop_reading
+from phalanx._src.cluster.connections.tunnel import Tunnel
 from phalanx._src.cluster.spec import host_and_port
 from phalanx._src.typed_jax import distributed_state, make_cpu_client, partition_spec, runtime
 
@@ -46,10 +47,12 @@ class _Group:
     Attributes:
       ports: ports at which gloo listens in the processes of the group.
       is_broken: whether it has lost a process.
+      tunnel: the way to its service. None if the service is on this machine.
     """
 
     ports: set[int] = field(default_factory=set)
     is_broken: bool = False
+    tunnel: Tunnel | None = None
 
 
 _group = _Group()
@@ -71,7 +74,7 @@ def connect(address: str, rank: int, size: int, timeout_s: float) -> set[int]:
     """Connects this process to the coordination service of its group and finds all devices. JAX must have none before.
 
     Args:
-      address: `host:port` of the service.
+      address: address of the service. The machine of a `host:port` may be lost later.
       rank: rank of this process.
       size: number of processes in the group.
       timeout_s: time to wait for the service, in seconds.
@@ -82,6 +85,9 @@ def connect(address: str, rank: int, size: int, timeout_s: float) -> set[int]:
     Raises:
       RuntimeError: the service, or a process of the group, does not answer.
     """
+    if not is_private(address):
+        _group.tunnel = Tunnel(address)
+        address = _group.tunnel.address
     client = runtime.get_distributed_runtime_client(
         address,
         rank,
@@ -237,6 +243,9 @@ def disconnect() -> None:
     state = distributed_state
     _end_client()
     _group.is_broken = False
+    if _group.tunnel is not None:
+        _group.tunnel.close()
+        _group.tunnel = None
     state.client, state.process_id, state.num_processes = None, 0, 1
 
 

@@ -121,7 +121,7 @@ def run(
       2      nothing was started: the command or the cluster is wrong
       42     the workers have saved before a preemption: start them again
       75     no progress: a worker was stuck, or ended while others waited
-      76     too few workers are left, or the first machine is gone
+      76     too few workers or machines are left
       128+N  the worker that failed first was killed by signal N, or
              `phalanx run` was: 130 Ctrl-C, 137 out of memory, 143 SIGTERM
       other  that of the worker that failed first: 1 for an exception,

@@ -7,6 +7,7 @@ import sys
 from contextlib import ExitStack
 
 import pytest
+from tests.filters import takes_filters
 from tests.waiting import wait_until
 
 from phalanx._src.cluster.connections.filters import (
@@ -22,6 +23,7 @@ from phalanx._src.cluster.connections.ports import raise_limit_of_descriptors
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="filters of sockets are Linux's")
 
 OURS, STRANGE = "127.0.0.2", "127.0.0.3"
+needs_filters = pytest.mark.skipif(not takes_filters(), reason="the kernel takes no filters from this user")
 
 
 def reaches(source, port, host="127.0.0.1"):
@@ -38,6 +40,7 @@ def server():
         yield server
 
 
+@needs_filters
 def test_connections_of_others_are_dropped(server):
     """Those of the machines arrive and carry data."""
     port = server.getsockname()[1]
@@ -89,6 +92,7 @@ def test_visitors_of_a_port_are_noticed(server):
     assert not is_visited(port)
 
 
+@needs_filters
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="needs IPv6")
 def test_both_versions_at_one_socket():
     """It listens at all addresses, and sees those of version 4 as such."""
@@ -101,6 +105,7 @@ def test_both_versions_at_one_socket():
             assert not reaches(STRANGE, port)
 
 
+@needs_filters
 def test_as_many_machines_as_the_kernel_takes():
     """The largest program, of addresses of version 6 alone, is one that the kernel loads."""
     hosts = [f"fd78::{number:x}" for number in range(1, MOST_ADDRESSES)]
@@ -121,6 +126,7 @@ def test_kernel_refuses_the_filter(server):
     assert reaches(STRANGE, port)
 
 
+@needs_filters
 def test_filter_of_a_port_that_opens_later():
     """The filter is there as soon as the port is. A block that opens none ends too."""
     with socket.socket() as server:

@@ -25,6 +25,11 @@ from phalanx.errors import StartupError
 
 pytestmark = pytest.mark.slow
 
+
+def addresses(count):
+    return tuple(f"127.0.0.1:{port}" for port in free_ports(count))
+
+
 MEETS = """
 import os, sys, time
 from phalanx._src.cluster.watch import membership
@@ -161,7 +166,7 @@ def test_worker_that_leaves_a_training_is_replaced(run):
 
 def test_launchers_of_other_numbers_are_refused(no_service):
     """Each would count other workers."""
-    machines = Machines(1, 2, f"127.0.0.1:{free_ports(1)[0]}")
+    machines = Machines(1, addresses(2))
     environment = {**os.environ, TOKEN: new_token()}
     spec = ProcessSpec(Task("worker", 0), (sys.executable, "-c", ""), environment)
     first = replace(machines, index=0)
@@ -175,7 +180,7 @@ def test_launchers_of_other_numbers_are_refused(no_service):
 
 def test_signal_ends_the_wait_for_the_first_machine():
     """At once, and not after the time that the first machine has."""
-    machines = Machines(1, 2, f"127.0.0.1:{free_ports(1)[0]}")
+    machines = Machines(1, addresses(2))
     spec = ProcessSpec(Task("worker", 0), (sys.executable, "-c", ""), {**os.environ, TOKEN: new_token()})
     said = []
 
@@ -189,7 +194,7 @@ def test_signal_ends_the_wait_for_the_first_machine():
 
 def test_machine_that_never_comes(run):
     """The workers of this one have done nothing wrong, so the group has an exit code of its own, and a reason."""
-    machines = Machines(0, 2, f"127.0.0.1:{free_ports(1)[0]}")
+    machines = Machines(0, addresses(2))
     patience = Patience(first_pause_s=30.0)
     outcome, said = run("", least=2, workers=1, patience=patience, machines=machines, PHALANX_START_TIMEOUT_S="0.1")
     assert outcome.exit_code == TOO_FEW, said
@@ -199,7 +204,7 @@ def test_machine_that_never_comes(run):
 
 def test_first_machine_that_does_not_come_back(no_service):
     """A launcher whose restart finds no first machine any more has the exit code of that, and does not try again."""
-    machines = Machines(1, 2, f"127.0.0.1:{free_ports(1)[0]}")
+    machines = Machines(1, addresses(2))
     environment = {**os.environ, TOKEN: new_token(), "PHALANX_START_TIMEOUT_S": "0.3"}
     spec = ProcessSpec(Task("worker", 0), (sys.executable, "-c", "raise SystemExit(3)"), environment)
     first, terms = replace(machines, index=0), "--workers 2:2 on 2 machines"
@@ -217,4 +222,4 @@ def test_first_machine_that_does_not_come_back(no_service):
         outcome = run_group(plan, max_restarts=3, least_workers=2, machines=machines, sink=sink, say=said.append)
     assert outcome.exit_code == TOO_FEW, said
     assert said[-2] == "The group starts again: 1 of 3."
-    assert said[-1].startswith(f"Training stopped early: the rendezvous at {machines.address}: machine 1 could")
+    assert said[-1].startswith(f"Training stopped early: the rendezvous at {machines.addresses[0]}: machine 1 could")

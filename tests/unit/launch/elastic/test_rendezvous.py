@@ -9,14 +9,15 @@ from pathlib import Path
 import pytest
 from tests.waiting import wait_until
 
-from phalanx._src.cluster.connections.secret import TOKEN, new_token
+from phalanx._src.cluster.connections.listener import visit
+from phalanx._src.cluster.connections.secret import TOKEN, new_token, secret_of
 from phalanx._src.cluster.watch.meeting import Accusation
 from phalanx._src.cluster.watch.membership import LEAST, MEMBER, MOST, RENDEZVOUS, Membership
 from phalanx._src.launch.elastic.messages import LauncherReport, environment_of
 from phalanx._src.launch.elastic.remote_rendezvous import RemoteRendezvous
 from phalanx._src.launch.elastic.rendezvous import Rendezvous
 from phalanx._src.launch.plan import ALONE, Machines, free_ports
-from phalanx.errors import InvalidArgumentError, StartupError
+from phalanx.errors import StartupError
 
 DEADLINE_S = 120.0
 
@@ -44,7 +45,7 @@ class Hall:
     def members(self, *numbers):
         self.running = tuple(sorted({*self.running, *numbers}))
         self.report()
-        return [Membership(self.rendezvous.address, number) for number in numbers]
+        return [Membership([self.rendezvous.address], number) for number in numbers]
 
     def report(self, running=None, hopeful=None, **more):
         running = self.running if running is None else running
@@ -56,10 +57,10 @@ class Hall:
         return [each() for each in met]
 
     def until_ready(self, number):
-        wait_until(lambda: self.rendezvous._members[number].ready)
+        wait_until(lambda: self.rendezvous._members.connected[number].ready)
 
     def until_gone(self, number):
-        wait_until(lambda: number not in self.rendezvous._members)
+        wait_until(lambda: number not in self.rendezvous._members.connected)
 
 
 def meeting(member, progress=(0,), call=0):
@@ -77,7 +78,7 @@ def meeting(member, progress=(0,), call=0):
 
 
 def hang_up(member):
-    member._connection.socket.shutdown(2)
+    member._contact._connection.socket.shutdown(2)
 
 
 @pytest.fixture
@@ -210,7 +211,7 @@ def test_accused_process_is_killed(hall):
     found.meet(members)
     meeting(third)
     found.until_ready(6)
-    first._say(Accusation((0,), 9, "none"))
+    first._contact.say(Accusation((0,), 9, "none"))
     first.accuse([2, 1], "it stands still")
     wait_until(lambda: found.killed)
     assert found.killed == [(5, "it stands still")]
@@ -222,7 +223,7 @@ def test_silent_process_is_killed(hall):
     first, second = members = found.members(0, 1)
     found.meet(members)
     found.now_s += 100.0
-    second._say = lambda message: None
+    second._contact.say = lambda message: None
     meeting(first, [1])
     wait_until(lambda: found.rendezvous._pending_s)
     found.now_s += 10.0
@@ -255,8 +256,8 @@ def test_state_of_the_training(hall):
 
 def test_environment_of_a_process():
     """It finds the rendezvous, and no fixed cluster."""
-    environment = environment_of("127.0.0.1:5", 3, 2, 4, {"TF_CONFIG": "{}", "HOME": "/root"})
-    assert environment == {"HOME": "/root", RENDEZVOUS: "127.0.0.1:5", MEMBER: "3", LEAST: "2", MOST: "4"}
+    environment = environment_of(["127.0.0.1:5", "b:5"], 3, 2, 4, {"TF_CONFIG": "{}", "HOME": "/root"})
+    assert environment == {"HOME": "/root", RENDEZVOUS: "127.0.0.1:5,b:5", MEMBER: "3", LEAST: "2", MOST: "4"}
 
 
 def test_end_of_the_rendezvous_is_an_error(hall):
@@ -266,7 +267,7 @@ def test_end_of_the_rendezvous_is_an_error(hall):
     found.report((0, 1))
     error = meeting(first)
     found.until_ready(0)
-    found.rendezvous._forget(found.rendezvous._members[0])
+    found.rendezvous._forget(found.rendezvous._members.connected[0])
     assert "phalanx run has exited." in str(error())
 
 
@@ -286,7 +287,7 @@ def test_message_that_cannot_be_understood(hall):
     found = hall(1)
     (first,) = members = found.members(0)
     found.meet(members)
-    first._connection.say(b'{"kind": "Readiness", "call": 3}\n')
+    first._contact._connection.say(b'{"kind": "Readiness", "call": 3}\n')
     wait_until(lambda: found.killed)
     assert found.killed[0][1].startswith("the rendezvous has failed: TypeError(")
 
@@ -297,31 +298,36 @@ def test_stranger_is_not_let_in(hall, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setenv(TOKEN, new_token())
         with pytest.raises(RuntimeError, match="another secret"):
-            Membership(found.rendezvous.address, 0)
+            Membership([found.rendezvous.address], 0)
     assert found.meet(found.members(0))[0].size == 1
 
 
 def test_no_rendezvous_at_the_address(monkeypatch):
     monkeypatch.setenv(TOKEN, new_token())
     with pytest.raises(RuntimeError, match=r"the rendezvous at 127\.0\.0\.1:1.*\n.*HINT|HINT"):
-        Membership("127.0.0.1:1", 0)
+        Membership(["127.0.0.1:1"], 0)
 
 
 @pytest.fixture
 def second_machine(hall, monkeypatch):
     """The rendezvous of two machines, the outpost on the second, and what it was told to kill."""
     monkeypatch.setenv("PHALANX_START_TIMEOUT_S", "120")
-    address = f"127.0.0.1:{free_ports(1)[0]}"
-    found, killed = hall(1, Machines(0, 2, address)), []
-    post = RemoteRendezvous(dict(os.environ), lambda *told: killed.append(told), Machines(1, 2, address))
+    addresses = tuple(f"127.0.0.1:{port}" for port in free_ports(2))
+    found, killed = hall(1, Machines(0, addresses)), []
+
+    def outpost():
+        connection = visit(addresses[0], secret_of(addresses), {"machine": 1})
+        return RemoteRendezvous(0, addresses[0], connection, lambda *told: killed.append(told), "")
+
+    post = outpost()
     post.start()
-    yield found, post, killed
+    yield found, post, killed, outpost
     post.end()
 
 
 def test_first_generation_waits_for_all_machines(second_machine):
     """Their processes form one generation; each launcher kills its own, and hears what the others do."""
-    found, post, killed = second_machine
+    found, post, killed, _ = second_machine
     (first,) = found.members(0)
     waiting = meeting(first)
     found.until_ready(0)
@@ -331,7 +337,7 @@ def test_first_generation_waits_for_all_machines(second_machine):
     assert post.report(LauncherReport((1,), 1)).gone is None
     # Its kernel notices a machine that disappears.
     assert post._connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
-    other = Membership(found.rendezvous.address, 1)
+    other = Membership([found.rendezvous.address], 1)
     (generation,) = found.meet([other])
     assert (waiting().rank, generation.rank, generation.size) == (0, 1, 2)
     wait_until(lambda: found.report().is_needed)
@@ -346,8 +352,8 @@ def test_first_generation_waits_for_all_machines(second_machine):
 
 def test_second_launcher_of_a_machine_is_said(second_machine):
     """The first one ends, and says why."""
-    _, post, _ = second_machine
-    other = RemoteRendezvous(dict(os.environ), lambda *_: None, Machines(1, 2, post.address))
+    _, post, _, outpost = second_machine
+    other = outpost()
     other.start()
     wait_until(lambda: post.report(LauncherReport((1,), 1)).hopeless)
     assert (
@@ -360,7 +366,7 @@ def test_second_launcher_of_a_machine_is_said(second_machine):
 
 def test_machine_that_is_lost_may_come_back(second_machine):
     """For a while; then those that are left count."""
-    found, post, _ = second_machine
+    found, post, _, _ = second_machine
     post.report(LauncherReport((1,), 1))
     wait_until(lambda: found.report(()).is_needed)
     post.end()
@@ -371,34 +377,3 @@ def test_machine_that_is_lost_may_come_back(second_machine):
     assert found.report(()).hopeless == (
         "too few workers are left, 0 of at least 1, after 120 s without phalanx run on the machines of these tasks: 1"
     )
-
-
-def test_first_machine_is_lost(second_machine):
-    """Nobody can go on then, unless the training is over."""
-    found, post, _ = second_machine
-    assert not post.report(LauncherReport((1,), 1)).hopeless
-    found.rendezvous.end()
-    wait_until(lambda: post.report(LauncherReport((1,), 1)).hopeless)
-    assert post.report(LauncherReport((1,), 1)).gone == ()
-    found.rendezvous.end = lambda: None
-
-
-def test_first_machine_does_not_answer(hall, monkeypatch):
-    """The error names its address; with another secret it is refused at once."""
-    address = f"127.0.0.1:{free_ports(1)[0]}"
-    monkeypatch.setenv("PHALANX_START_TIMEOUT_S", "0.3")
-    with pytest.raises(
-        StartupError, match=rf"rendezvous at {address}: machine 1 could not connect to it for 0.3 s: Connection"
-    ):
-        RemoteRendezvous(dict(os.environ), print, Machines(1, 2, address))
-    hall(1, Machines(0, 2, address))
-    with pytest.raises(StartupError, match="another secret"):
-        RemoteRendezvous({TOKEN: new_token()}, print, Machines(1, 2, address))
-    with pytest.raises(StartupError, match=rf"the rendezvous at {address}: this machine cannot listen there"):
-        Hall(1, Machines(0, 2, address))
-    monkeypatch.setenv("PHALANX_START_TIMEOUT_S", "soon")
-    message = "PHALANX_START_TIMEOUT_S='soon': must be a number of seconds above 0"
-    with pytest.raises(InvalidArgumentError, match=message):
-        Hall(1, Machines(0, 2, address))
-    with pytest.raises(InvalidArgumentError, match=message):
-        RemoteRendezvous(dict(os.environ), print, Machines(1, 2, address))

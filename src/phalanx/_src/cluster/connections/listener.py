@@ -16,6 +16,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from errno import ECONNRESET
 from socket import IPPROTO_TCP, SHUT_WR, TCP_NODELAY
 from types import MappingProxyType
 from typing import Any, Self, final
@@ -64,10 +65,14 @@ class Connection:
     Args:
       socket: its socket.
       hello: the first message of the client, as JSON has it: untyped, because even a process of another version must be understood.
+
+    Attributes:
+      is_closed: whether the other process has closed it, or has ended. False if its machine no longer answers, because the process may still run.
     """
 
     def __init__(self, socket: Socket, hello: Mapping[str, Any] = MappingProxyType({})) -> None:
         self.socket, self.hello, self._read = socket, hello, b""
+        self.is_closed = False
         # A closing socket with unread data drops what Nagle's algorithm still holds back: a process that had just said
         # that it leaves would count as killed (RFC 896; RFC 1122, section 4.2.2.13).
         self.socket.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
@@ -91,8 +96,9 @@ class Connection:
         """
         try:
             new = self.socket.recv(_LONGEST_LINE)
-        except OSError:
-            new = b""
+            self.is_closed = not new
+        except OSError as e:
+            new, self.is_closed = b"", e.errno == ECONNRESET
         *whole, self._read = (self._read + new).split(b"\n")
         try:
             return [decoded(line, kinds) for line in whole], bool(new)
@@ -306,21 +312,39 @@ def enter(address: str, secret: Secret, hello: Mapping[str, Any], timeout_s: flo
       OSError: no process that knows the secret has answered in time. The error says what happened instead.
       StartupError: only one of the two ends knows the secret.
     """
-    deadline_s, cause = time.monotonic() + timeout_s, "it closes the connection, or is silent"
-    while (connection := reach(address, deadline_s)) is not None:
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(connection)
-            said = handshake(connection, secret, hello, _HELLO_S)
-            if said is None:
-                stack.pop_all()
-                connection.settimeout(None)
-                expect_answers(connection)
-                return Connection(connection)
+    deadline_s, pause_s = time.monotonic() + timeout_s, _FIRST_RETRY_S
+    cause = OSError("it closes the connection, or is silent")
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        try:
+            # The kernel repeats a dropped attempt after 1 s, 2 s, 4 s and so on. A new one is sooner.
+            return visit(address, secret, hello, min(left_s, _CONNECT_S))
+        except OSError as e:
+            cause = e
+        time.sleep(max(0.0, min(pause_s, deadline_s - time.monotonic())))
+        pause_s = min(2 * pause_s, RETRY_S)
+    raise cause
+
+
+def visit(address: str, secret: Secret, hello: Mapping[str, Any], timeout_s: float = _CONNECT_S) -> Connection:
+    """Returns a connection with a listener that is there now.
+
+    Raises:
+      OSError: nobody is there, or it is another program. The error says what happened instead.
+      StartupError: only one of the two ends knows the secret.
+    """
+    with contextlib.ExitStack() as stack:
+        connection = stack.enter_context(connect(address, timeout_s))
+        said = handshake(connection, secret, hello, max(timeout_s, _HELLO_S))
+        if said is not None:
             # It may be a program that has the port for a moment.
             cut(connection)
-        cause = f"another program answers there: {said[:40]!r}" if said else cause
-        time.sleep(min(RETRY_S, max(0.0, deadline_s - time.monotonic())))
-    raise OSError(cause)
+            raise OSError(
+                f"another program answers there: {said[:40]!r}" if said else "it closes the connection, or is silent"
+            )
+        stack.pop_all()
+    connection.settimeout(None)
+    expect_answers(connection)
+    return Connection(connection)
 
 
 def reach(address: str, deadline_s: float) -> socket.socket | None:

@@ -35,6 +35,22 @@ class Generation(Message):
         return tf_config(ClusterSpec({JOB: list(self.addresses)}), Task(JOB, self.rank))
 
 
+class MemberState(Message):
+    """The first message of a process to the rendezvous, which may have begun its work while the process trained.
+
+    Args:
+      generation: the last generation that the sender was in. 0 if it waits to join one.
+      rank: its rank there.
+      call: number of the training that its program is in.
+      is_training: whether it is in the midst of that training.
+    """
+
+    generation: int = 0
+    rank: int = 0
+    call: int = 0
+    is_training: bool = False
+
+
 class Readiness(Message):
     """The sender waits for the next generation. The fields are the arguments of `Membership.meet`, and its address there."""
 
@@ -87,7 +103,7 @@ class Ping(Message):
     """The receiver must show that it is alive."""
 
 
-MemberMessage: TypeAlias = Readiness | RunStart | RunEnd | Accusation | SignOfLife
+MemberMessage: TypeAlias = MemberState | Readiness | RunStart | RunEnd | Accusation | SignOfLife
 """A message of a process to the rendezvous."""
 RendezvousMessage: TypeAlias = Welcome | Generation | RunOfOthers | Dismissal | ChangeRequest | Ping | SignOfLife
 """A message of the rendezvous to a process."""

@@ -12,26 +12,26 @@ import os
 import queue
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from typing import TypeVar, final
 
 from typing_extensions import override
 
-from phalanx._src.cluster.connections.listener import Connection, connect, expect_answers, handshake
-from phalanx._src.cluster.connections.messages import Message, SignOfLife
-from phalanx._src.cluster.connections.ports import HeldPort, cut
-from phalanx._src.cluster.connections.secret import secret_of
+from phalanx._src.cluster.connections.messages import SignOfLife
+from phalanx._src.cluster.connections.ports import HeldPort
+from phalanx._src.cluster.resolvers.base import start_timeout_s
 from phalanx._src.cluster.watch import meeting
+from phalanx._src.cluster.watch.contact import Contact
 from phalanx.errors import StartupError
 
 RENDEZVOUS, MEMBER = "PHALANX_RENDEZVOUS", "PHALANX_MEMBER"
-"""The environment variables with the address of the rendezvous, and the number of this process in it."""
+"""The environment variables with the addresses at which the rendezvous may be, and the number of this process in it."""
 LEAST, MOST = "PHALANX_LEAST_WORKERS", "PHALANX_MOST_WORKERS"
 """The environment variables with the smallest and the largest number of processes in a group."""
 VARIABLES = (RENDEZVOUS, MEMBER, LEAST, MOST)
 
-_CONNECT_S = 30.0
 _PATIENCE_S = 0.5
 
 T = TypeVar("T")
@@ -42,7 +42,7 @@ class Membership(threading.Thread):
     """The connection of this process with the rendezvous, and a thread that listens to it.
 
     Args:
-      address: address of the rendezvous.
+      addresses: the addresses at which the rendezvous may be. It is at one of them, and may move to another.
       number: number of this process.
 
     Attributes:
@@ -58,36 +58,18 @@ class Membership(threading.Thread):
       StartupError: the rendezvous does not answer.
     """
 
-    def __init__(self, address: str, number: int) -> None:
+    def __init__(self, addresses: Sequence[str], number: int) -> None:
         super().__init__(name="phalanx-membership", daemon=True)
-        self.number = number
-        # The main thread, the watchdog's and this one send, and no message may begin inside another one.
-        self._saying = threading.Lock()
+        self.number, self._contact = number, Contact(addresses, number)
         self._generations: queue.SimpleQueue[meeting.Generation | meeting.Dismissal] = queue.SimpleQueue()
         self._begun, self._calls = itertools.count(), queue.SimpleQueue[int]()
         # Before there is a watchdog, invitations have no effect. The rendezvous repeats them.
         self.changed: Callable[[str], None] = lambda reason: None
         self.generation: meeting.Generation | None = None
+        self.is_late = self._contact.is_late
         self.is_trying = self.is_leaving = self.is_between_steps = False
-        secret = secret_of([address])
-        try:
-            socket = connect(address, _CONNECT_S)
-        except OSError as e:
-            raise _no_answer(address) from e
-        with ExitStack() as stack:
-            stack.enter_context(socket)
-            refused = handshake(socket, secret, {"member": number}, _CONNECT_S)
-            self._connection = Connection(socket)
-            self._messages: Iterator[meeting.RendezvousMessage] = self._connection.messages(meeting.TO_MEMBER)
-            welcome = None if refused is not None else next(self._messages, None)
-            if not isinstance(welcome, meeting.Welcome):
-                raise _no_answer(address)
-            stack.pop_all()
-        self.is_late = welcome.is_late
-        socket.settimeout(None)
-        expect_answers(socket)
         # The others reach this machine at the address from which it reached the rendezvous, whatever its name leads to.
-        self._port = HeldPort(socket.getsockname()[0])
+        self._port = HeldPort(self._contact.host)
         self.start()
 
     def meet(self, *, call: int, progress: Sequence[int]) -> meeting.Generation | None:
@@ -104,7 +86,8 @@ class Membership(threading.Thread):
         """
         # Before the message: from then on, `accuse` must not name ranks of a generation that this process has left.
         self.generation = None
-        self._say(meeting.Readiness(call, tuple(progress), self._port.address))
+        question = meeting.Readiness(call, tuple(progress), self._port.address)
+        self._contact.ask(question, replace(self._contact.state, call=call))
         answer = self._next(self._generations)
         if isinstance(answer, meeting.Dismissal):
             self.is_late = True
@@ -117,21 +100,21 @@ class Membership(threading.Thread):
     def begin(self) -> tuple[int, int]:
         """Reports that the program begins a training run. Returns its number, and that of the run that the others are in."""
         call = next(self._begun)
-        self._say(meeting.RunStart(call))
+        self._contact.ask(meeting.RunStart(call), replace(self._contact.state, call=call, is_training=True))
         return call, self._next(self._calls)
 
     def finish(self) -> None:
         """Reports that the training run, or the program, has come to its end."""
-        self._say(meeting.RunEnd())
+        self._contact.say(meeting.RunEnd(), replace(self._contact.state, is_training=False))
 
     def accuse(self, ranks: Sequence[int], why: str) -> None:
         """Asks the rendezvous to end processes of this generation that keep the others from continuing."""
         if self.generation is not None:
-            self._say(meeting.Accusation(tuple(ranks), self.generation.number, why))
+            self._contact.say(meeting.Accusation(tuple(ranks), self.generation.number, why))
 
     def close(self) -> None:
         """Leaves the rendezvous, so that the others do not wait for this process."""
-        cut(self._connection.socket)
+        self._contact.close()
 
     def _next(self, answers: queue.SimpleQueue[T]) -> T:
         while not self.is_leaving:
@@ -144,31 +127,32 @@ class Membership(threading.Thread):
 
     @override
     def run(self) -> None:
-        with self._port, self._connection.socket:
-            for message in self._messages:
+        with self._port:
+            for message in self._contact.messages(start_timeout_s(os.environ)):
                 self._dispatch(message)
 
     def _dispatch(self, message: meeting.RendezvousMessage) -> None:
         match message:
-            case meeting.Generation() | meeting.Dismissal():
+            case meeting.Generation(number, _, _, rank):
+                self._contact.answered(replace(self._contact.state, generation=number, rank=rank))
+                self._generations.put(message)
+            case meeting.Dismissal():
+                self._contact.answered(replace(self._contact.state, generation=0))
                 self._generations.put(message)
             case meeting.ChangeRequest(reason):
                 self.changed(reason)
             case meeting.RunOfOthers(call):
+                self._contact.answered(self._contact.state)
                 self._calls.put(call)
             case meeting.Ping():
-                self._say(SignOfLife())
-
-    def _say(self, message: Message) -> None:
-        with self._saying:
-            self._connection.say(message)
+                self._contact.say(SignOfLife())
 
 
 @functools.cache
 def own() -> Membership | None:
     """Returns the membership of this process, which begins with the first call. None if its group is not elastic."""
-    address, member = os.environ.get(RENDEZVOUS), os.environ.get(MEMBER)
-    return Membership(address, int(member)) if address and member else None
+    addresses, member = os.environ.get(RENDEZVOUS), os.environ.get(MEMBER)
+    return Membership(addresses.split(","), int(member)) if addresses and member else None
 
 
 def is_elastic() -> bool:
@@ -209,11 +193,3 @@ def outlives_losses() -> bool:
     """Whether the next step continues without a process that is lost now, so that what fails before it may be skipped."""
     member = own()
     return member is not None and member.is_between_steps
-
-
-def _no_answer(address: str) -> StartupError:
-    return StartupError(
-        f"the rendezvous at {address}",
-        "it rejected this process: phalanx run has exited, or another program uses the port.",
-        f"unset {RENDEZVOUS}, or start the script by: phalanx run --workers 2:4 train.py",
-    )

@@ -11,9 +11,8 @@ from typing import final
 from typing_extensions import override
 
 from phalanx._src.cluster.spec import Task
+from phalanx._src.launch.elastic.leadership import Leadership
 from phalanx._src.launch.elastic.messages import GroupStatus, LauncherReport, environment_of
-from phalanx._src.launch.elastic.remote_rendezvous import RemoteRendezvous
-from phalanx._src.launch.elastic.rendezvous import Rendezvous
 from phalanx._src.launch.evaluator import Patience
 from phalanx._src.launch.group import Group, Start
 from phalanx._src.launch.outcome import Ending, in_words
@@ -56,7 +55,7 @@ class ElasticGroup(Group):
       start: see `Group`.
 
     Raises:
-      StartupError: the first of these machines cannot be reached, or cannot listen at its address.
+      StartupError: see `Leadership`.
     """
 
     def __init__(
@@ -78,11 +77,14 @@ class ElasticGroup(Group):
         self._standing, self._steps = GroupStatus(), -1
         # Each machine has the same number of processes (`Machines.share`), so their numbers follow from its index.
         self._first, self._least, self._most = machines.index * len(specs), least, machines.count * len(specs)
-        environment, terms = specs[0].environment, f"--workers {least}:{self._most} on {machines.count} machines"
-        self._rendezvous = (
-            RemoteRendezvous(environment, self._kill, machines, lambda: relay.is_interrupted, terms=terms)
-            if machines.index
-            else Rendezvous(least, environment, self._kill, say, machines, terms=terms)
+        self._rendezvous = Leadership(
+            least,
+            specs[0].environment,
+            self._kill,
+            say,
+            machines,
+            share=len(specs),
+            is_interrupted=lambda: relay.is_interrupted,
         )
         # All count as running before they are started, so that the first generation waits for them.
         self._report = LauncherReport(tuple(range(self._first, self._first + len(specs))), len(specs))
@@ -94,7 +96,12 @@ class ElasticGroup(Group):
     def is_alive(self) -> bool:
         is_due = any(place.due_s is not None for place in self._places)
         # This launcher may hold the rendezvous of processes that still run on other machines.
-        return super().is_alive or is_due or (not self._first and self._standing.is_needed)
+        return super().is_alive or is_due or (self._rendezvous.is_here and self._standing.is_needed)
+
+    @property
+    def leader(self) -> int:
+        """Index of the machine that holds the rendezvous."""
+        return self._rendezvous.machine
 
     @property
     @override
@@ -125,7 +132,7 @@ class ElasticGroup(Group):
     def _elastic(self, spec: ProcessSpec) -> ProcessSpec:
         """Returns a process with its number among those of all machines, which finds the rendezvous."""
         number = self._first + spec.task.index
-        environment = environment_of(self._rendezvous.address, number, self._least, self._most, spec.environment)
+        environment = environment_of(self._rendezvous.addresses, number, self._least, self._most, spec.environment)
         return replace(spec, task=Task(JOB, number), environment={**self._cache(), **environment})
 
     def _cache(self) -> dict[str, str]:

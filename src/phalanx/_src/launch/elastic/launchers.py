@@ -2,12 +2,12 @@
 """The launchers of an elastic group, as its rendezvous sees them: which processes they run, and which machines are awaited."""
 
 import selectors
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import TypeGuard, final
 
 from phalanx._src.cluster.connections.listener import Connection
-from phalanx._src.launch.elastic.messages import GroupStatus, GroupTerms, KillRequest, LauncherReport
+from phalanx._src.launch.elastic.messages import GroupStatus, GroupTerms, KillRequest, LauncherReport, Presence
 from phalanx.errors import listed
 
 
@@ -30,9 +30,10 @@ class MachineLauncher:
 
 @final
 class Launchers:
-    """The launchers of all machines. The first of them runs in this process.
+    """The launchers of all machines, of which one runs in this process.
 
     Args:
+      here: index of this machine.
       count: number of machines.
       patience_s: how long to wait for a machine, in seconds.
       kill: ends a process of this machine. Takes its number, and the reason.
@@ -43,21 +44,24 @@ class Launchers:
     Attributes:
       dropped: numbers of the processes that have ended in the midst of a training run, whatever their exit code.
       has_finished: whether the program of a process has ended.
+      ended: indices of the machines whose launcher has ended, and not only stopped answering.
     """
 
     def __init__(
         self,
+        here: int,
         count: int,
         patience_s: float,
         kill: Callable[[int, str], None],
         selector: selectors.BaseSelector,
-        clock: Callable[[], float],
         *,
+        clock: Callable[[], float],
         terms: str,
     ) -> None:
         self._patience_s, self._kill_here, self._selector, self._clock = patience_s, kill, selector, clock
-        self._all = [MachineLauncher(self._until_s) for _ in range(count)]
+        self._here, self._all = here, [MachineLauncher(self._until_s) for _ in range(count)]
         self.dropped: set[int] = set()
+        self.ended: set[int] = set()
         self.has_finished, self._terms = False, terms
 
     @property
@@ -78,12 +82,30 @@ class Launchers:
     @property
     def some_run_elsewhere(self) -> bool:
         """Whether a process of another machine runs."""
-        return any(each.report and each.report.running for each in self._all[1:])
+        elsewhere = (each for index, each in enumerate(self._all) if index != self._here)
+        return any(each.report and each.report.running for each in elsewhere)
 
     @property
     def missing(self) -> list[int]:
         """The indices of the machines that have not connected, or were lost."""
-        return [index for index, each in enumerate(self._all) if each.report is None]
+        # The launcher of this machine makes its first report in a moment.
+        return [index for index, each in enumerate(self._all) if each.report is None and index != self._here]
+
+    @property
+    def unknown(self) -> set[int]:
+        """The indices of the machines that may still train, although their launchers are not connected."""
+        return {*self.missing} - self.ended
+
+    def are_majority(self, machines: Set[int]) -> bool:
+        """Whether the others of these machines, which do not answer, cannot train without those that do.
+
+        More than half of them answer, or half of them and the first. See S. Jajodia and D. Mutchler, "Dynamic voting algorithms for
+        maintaining the consistency of a replicated database" (1990).
+        """
+        # Those whose launcher has ended train no more: it ends, or its guard ends, all processes of its machine.
+        voters = sorted(machines - self.ended)
+        here = [machine for machine in voters if machine not in self.unknown]
+        return 2 * len(here) > len(voters) or (2 * len(here) == len(voters) and voters[:1] == here[:1])
 
     @property
     def awaits_machine(self) -> bool:
@@ -91,19 +113,29 @@ class Launchers:
         now_s = self._clock()
         return any(each.report is None and now_s < each.until_s for each in self._all)
 
-    def hopeless(self, least: int) -> str:
-        """Returns why there will never be `least` processes again. Empty as long as there may be."""
+    def hopeless(self, least: int, machines: Set[int]) -> str:
+        """Returns why the group can never continue. Empty as long as it may.
+
+        Args:
+          least: number of processes without which it cannot.
+          machines: indices of the machines of the last generation.
+        """
         # Of those that have ended with exit code 0, it may not be known yet whether they are replaced.
         hopeful = sum(each.report.hopeful + len(each.report.finished) for each in self._all if each.report)
-        if self.has_finished or self.awaits_machine or hopeful >= least:
+        if self.has_finished or self.awaits_machine:
             return ""
         lost = list(map(str, self.missing))
-        waited = f", after {self._patience_s:g} s without phalanx run on the machines of these tasks: {listed(lost)}"
-        return f"too few workers are left, {hopeful} of at least {least}{waited if lost else ''}"
+        waited = f"after {self._patience_s:g} s without phalanx run on the machines of these tasks: {listed(lost)}"
+        if hopeful < least:
+            return f"too few workers are left, {hopeful} of at least {least}{f', {waited}' if lost else ''}"
+        if not self.are_majority(machines):
+            return f"the machines that are left are no majority, so others may train without them, {waited}"
+        return ""
 
     def knows(self, machine: object) -> TypeGuard[int]:
         """Returns whether a value is the index of another machine."""
-        return type(machine) is int and 0 < machine < len(self._all)  # For Python, `true` of JSON is an integer.
+        # For Python, `true` of JSON is an integer.
+        return type(machine) is int and 0 <= machine < len(self._all) and machine != self._here
 
     def connect(self, machine: int, peer: Connection) -> None:
         """Takes the connection of a launcher, which may have had another one before."""
@@ -115,13 +147,14 @@ class Launchers:
                 )
             )
         self._lose(self._all[machine])
+        self.ended.discard(machine)
         launcher = self._all[machine] = MachineLauncher(self._until_s, peer)
         self._selector.register(peer, selectors.EVENT_READ, launcher)
         peer.say(GroupTerms(self._terms))
 
     def note(self, report: LauncherReport, launcher: MachineLauncher | None = None) -> set[int]:
         """Takes a report of a launcher, by default of that of this machine. Returns the processes that have started since the last one."""
-        launcher = launcher or self._all[0]
+        launcher = launcher or self._all[self._here]
         before = launcher.report.running if launcher.report else ()
         launcher.report = report
         return set(report.running) - set(before)
@@ -141,6 +174,8 @@ class Launchers:
     def _lose(self, launcher: MachineLauncher) -> None:
         """Continues without a machine, which may reconnect."""
         if launcher.peer:
+            if launcher.peer.is_closed:
+                self.ended.add(self._all.index(launcher))
             self._selector.unregister(launcher.peer)
             launcher.peer.close()
             launcher.peer = launcher.report = None
@@ -163,8 +198,10 @@ class Launchers:
                 return
         self._kill_here(number, why)
 
-    def close(self) -> None:
-        """Closes all connections."""
+    def close(self, successor: Presence | None) -> None:
+        """Closes all connections. Says before where the rendezvous is now, if it is elsewhere."""
         for launcher in self._all:
             if launcher.peer:
+                if successor is not None:
+                    launcher.peer.say(successor)
                 launcher.peer.close()

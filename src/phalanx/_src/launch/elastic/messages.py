@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The messages between the launchers of an elastic group and its rendezvous."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from phalanx._src.cluster.connections.messages import Message
 from phalanx._src.cluster.watch.membership import LEAST, MEMBER, MOST, RENDEZVOUS
@@ -21,6 +21,18 @@ class LauncherReport(Message):
     finished: tuple[int, ...] = ()
 
 
+class Presence(Message):
+    """The answer of a rendezvous to a launcher that only looks where one is.
+
+    Args:
+      generation: number of its last generation. 0 before the first.
+      machine: index of its machine.
+    """
+
+    generation: int
+    machine: int
+
+
 class GroupTerms(Message):
     """The first message of the rendezvous to a launcher of another machine.
 
@@ -35,6 +47,7 @@ class GroupStatus(Message):
     """The state of the training, for the launchers.
 
     Args:
+      generation: number of the last generation. 0 before the first.
       steps: the most steps that a process has reported.
       members: numbers of the processes of the last generation, by rank. Empty before the first. A process that fails before that
         has an error in its program.
@@ -46,6 +59,7 @@ class GroupStatus(Message):
       is_needed: whether processes of other machines still run, which need this rendezvous.
     """
 
+    generation: int = 0
     steps: int = -1
     members: tuple[int, ...] = ()
     gone: tuple[int, ...] | None = None
@@ -55,6 +69,10 @@ class GroupStatus(Message):
     is_needed: bool = False
 
 
+NO_STATUS = GroupStatus()
+"""The state before a training run begins."""
+
+
 class KillRequest(Message):
     """The process of this number keeps the others from continuing. The launcher of its machine ends it."""
 
@@ -62,15 +80,17 @@ class KillRequest(Message):
     why: str
 
 
-def environment_of(address: str, number: int, least: int, most: int, environment: Mapping[str, str]) -> dict[str, str]:
+def environment_of(
+    addresses: Sequence[str], number: int, least: int, most: int, environment: Mapping[str, str]
+) -> dict[str, str]:
     """Returns the environment of a process, with which it finds the rendezvous instead of a fixed cluster.
 
     Args:
-      address: address of the rendezvous.
+      addresses: the addresses at which the rendezvous may be.
       number: number of the process.
       least: number of processes without which the group cannot continue.
       most: number of processes if none is missing.
       environment: the rest.
     """
     rest = {name: value for name, value in environment.items() if name != "TF_CONFIG"}
-    return {**rest, RENDEZVOUS: address, MEMBER: str(number), LEAST: str(least), MOST: str(most)}
+    return {**rest, RENDEZVOUS: ",".join(addresses), MEMBER: str(number), LEAST: str(least), MOST: str(most)}
