@@ -3,6 +3,7 @@
 import os
 import queue
 import threading
+import time
 from contextlib import suppress
 
 import pytest
@@ -12,6 +13,7 @@ from phalanx._src.cluster.connections import listener
 from phalanx._src.cluster.connections.secret import TOKEN, new_token
 from phalanx._src.cluster.watch import meeting
 from phalanx._src.cluster.watch.membership import Membership
+from phalanx._src.launch.elastic import leadership
 from phalanx._src.launch.elastic.leadership import Leadership
 from phalanx._src.launch.elastic.messages import GroupStatus, LauncherReport
 from phalanx._src.launch.elastic.rendezvous import Rendezvous
@@ -127,6 +129,26 @@ def test_next_machine_takes_over(places):
             for machine in (0, 1)
         ]
         assert not group.killed
+
+
+def test_only_one_of_two_that_look_at_once_takes_over(places, monkeypatch):
+    """A look takes its time where a machine does not answer, and the first of the others may have taken over meanwhile."""
+    look = Leadership._look
+
+    def slow_look(self, **how):
+        presences = look(self, **how)
+        time.sleep(0.5)
+        return presences
+
+    with places(3) as group:
+        group.start(0, 1, 2)
+        group.meet(0, 1, 2)
+        monkeypatch.setattr(Leadership, "_look", slow_look)
+        monkeypatch.setattr(leadership, "_TURN_S", 0.4)
+        group.kill(0)
+        group.meet(1, 2, progress=7)
+        assert group.leaders() == {1: 1, 2: 1}
+        assert len([text for text in group.said if "takes its place" in text]) == 1
 
 
 def test_processes_that_train_on_meet_again(places):
@@ -266,7 +288,7 @@ def test_process_that_does_not_come(places):
     """If its launcher says that it runs, it is killed after a while; until then nobody goes on without it."""
     with Alone({0, 2}) as found:
         assert found.report().gone is None
-        found.now_s += 12.0
+        found.now_s += 32.0
         found.rendezvous.join(0.5)
         assert not found.killed
         found.now_s += 2.0

@@ -405,19 +405,21 @@ def split(address: str) -> tuple[str, int]:
     return LOOPBACK if host == "localhost" else host, port
 
 
-def expect_answers(connection: socket.socket) -> None:
-    """Makes the kernel end a connection whose other machine has not answered for `ANSWER_S` seconds.
+def expect_answers(connection: socket.socket, answer_s: int | None = None) -> None:
+    """Makes the kernel end a connection whose other machine has not answered for `answer_s` seconds. None means `ANSWER_S`.
 
     A machine that disappears does not close its connections. One of its processes may be stopped: its kernel answers. See RFC 1122,
     section 4.2.3.6, and RFC 5482.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    answer_s = answer_s or ANSWER_S
+    probe_s = min(_PROBE_S, max(1, answer_s // (_PROBES + 1)))
     options = {
-        "TCP_KEEPIDLE": ANSWER_S - _PROBES * _PROBE_S,
-        "TCP_KEEPALIVE": ANSWER_S - _PROBES * _PROBE_S,  # The name of the same on macOS.
-        "TCP_KEEPINTVL": _PROBE_S,
+        "TCP_KEEPIDLE": answer_s - _PROBES * probe_s,
+        "TCP_KEEPALIVE": answer_s - _PROBES * probe_s,  # The name of the same on macOS.
+        "TCP_KEEPINTVL": probe_s,
         "TCP_KEEPCNT": _PROBES,
-        "TCP_USER_TIMEOUT": 1000 * ANSWER_S,
+        "TCP_USER_TIMEOUT": 1000 * answer_s,
     }
     for name, value in options.items():
         if (option := getattr(socket, name, None)) is not None:

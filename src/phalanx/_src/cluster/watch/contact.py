@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import final
 
-from phalanx._src.cluster.connections.listener import Connection, visit
+from phalanx._src.cluster.connections.listener import Connection, expect_answers, visit
 from phalanx._src.cluster.connections.messages import Message
 from phalanx._src.cluster.connections.ports import cut
 from phalanx._src.cluster.connections.secret import secret_of
@@ -17,6 +17,8 @@ from phalanx.errors import StartupError, listed
 _CONNECT_S = 30.0
 _VISIT_S = 2.0
 _PAUSE_S = 0.1
+_ANSWER_S = 10
+"""Time in seconds that the rendezvous may be silent. It knows a process that connects again, so this is short."""
 
 
 @final
@@ -116,6 +118,8 @@ class Contact:
             time.sleep(_PAUSE_S)
 
     def _take(self, connection: Connection, messages: Iterator[meeting.RendezvousMessage]) -> None:
+        if len(self._addresses) > 1:
+            expect_answers(connection.socket, _ANSWER_S)
         with self._lock:
             self._connection, self._messages = connection, messages
             connection.say(self._state)

@@ -26,7 +26,7 @@ from phalanx.errors import StartupError
 
 _LOOK_S = 0.5
 """Time between two looks for the rendezvous."""
-_TURN_S = 2.0
+_TURN_S = 5.0
 """How much longer each further machine looks for another rendezvous before it holds one itself."""
 _VISIT_S = 2.0
 _MOST_VISITS = 32
@@ -137,13 +137,15 @@ class Leadership(threading.Thread):
         ended = {lost.machine} if lost.has_ended else set[int]()
         ahead = sum(machine not in (lost.machine, self._machines.index) for machine in range(self._machines.index))
         while not self._is_over.wait(_LOOK_S / 5):
+            # Before the look, which takes its time if a machine does not answer, while another one takes over.
+            is_turn = time.monotonic() - since_s >= ahead * _TURN_S
             for presence in self._look():
                 # The machine may have come back, and know nothing of the others yet.
                 if presence.generation >= least:
                     with suppress(OSError, StartupError):
                         self._take(self._joined(presence))
                         return
-            if time.monotonic() - since_s < ahead * _TURN_S:
+            if not is_turn:
                 continue
             try:
                 self._take(self._held(lost.standing, ended))

@@ -246,7 +246,7 @@ class Rendezvous(threading.Thread):
         late_s = self._clock() - self._since_s - _RETURN_S
         for number in sorted(self._members.awaited):
             if number in self._launchers.running:
-                if late_s > _SILENCE_S:
+                if late_s > 3 * _SILENCE_S:
                     self._launchers.kill(number, "has not come to the machine that now coordinates the group")
             elif late_s > 0 or not self._launchers.unknown:
                 self._members.awaited.discard(number)
