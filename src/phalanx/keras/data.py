@@ -317,9 +317,7 @@ class EpochData:
             self._iterator.set_state(state["iterator"])
             self._iterator.expect(self._left(self._done))
             self._iterator.look(0)
-            # With `shuffle="batch"`, each batch draws: those skipped have moved the generator to where the next ones need it.
-            if not self._adapted.draws_while_reading:
-                set_generators(now)
+            # The generators stay where the batches that were skipped have moved them, because those that follow may draw too.
             if self._adapted and self._adapted.first.hex() != state["first"]:
                 self._begin_again()
         return True

@@ -1,6 +1,7 @@
 """What `fit` is given, as epochs of distributed batches; what the data raises."""
 
 import itertools
+import random
 import time
 from fractions import Fraction
 
@@ -381,3 +382,39 @@ def test_epoch_goes_on_with_smaller_batches():
     assert {len(rows) for rows in first} == {16}
     assert {len(rows) for rows in rest[:-1]} == {12}
     np.testing.assert_array_equal(np.concatenate(first + rest), expected)
+
+
+def _draws_forever():
+    while True:
+        for row in random.sample(range(7), 7):
+            yield np.full((2, 1), row, "float32"), np.zeros((2, 1), "float32")
+
+
+class _Forever:
+    """Draws each pass from Python's generator while it is read, as the generator does that Keras reads."""
+
+    def __iter__(self):
+        return _draws_forever()
+
+
+@pytest.mark.parametrize("kind", ["generator", "iterable"])
+def test_data_that_draw_while_they_are_read(kind):
+    """Resumed twice by programs whose generators are elsewhere, each row comes once per pass: what was drawn after the first time counts too."""
+    seen, state = [], None
+    for seed, steps in ((0, 7), (1 if kind == "iterable" else 0, 10), (2 if kind == "iterable" else 0, 4)):
+        random.seed(seed)
+        strategy = phalanx.MirroredStrategy(["cpu:0"])
+        made = _draws_forever() if kind == "generator" else strategy.experimental_distribute_dataset(_Forever())
+        data = EpochData(strategy, made, steps=7, group=1)
+        if state is not None:
+            data.set_state(state)
+        left = steps
+        while left:
+            for _, ((batch, _),) in data.epoch():
+                seen.append(int(np.asarray(strategy.gather(batch, 0)).flat[0]))
+                left -= 1
+                state = data.get_state()
+                if not left:
+                    break
+        random.seed(100 + seed)
+    assert [sorted(seen[first : first + 7]) for first in (0, 7, 14)] == [list(range(7))] * 3
