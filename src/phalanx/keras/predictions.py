@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The outputs of `predict`: the rows of all replicas, in the order of the data."""
 
+import math
+import mmap
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import final
 
 import jax
 import numpy as np
@@ -75,23 +79,21 @@ class Outputs:
     """
 
     def __init__(self, expected: int | None) -> None:
-        self._expected = expected or 1
-        self._arrays: list[np.ndarray] = []
-        # Per array, because an output may have another number of rows than the batch.
-        self._counts: list[int] = []
+        self._expected = expected
+        self._leaves: list[_GrowingRows] = []
         self._tree: PyTree = None
 
     def add(self, parts: Sequence[PyTree]) -> PyTree:
         """Adds rows, given in several parts. Returns them as one pytree of arrays."""
         added = parts[0] if len(parts) == 1 else jax.tree.map(_joined, *parts)
-        leaves, self._tree = jax.tree.flatten(added)
-        if not self._arrays:
+        leaves, tree = jax.tree.flatten(added)
+        if self._tree is None:
             # These arrays are full, so they are never written to. The callbacks of the batch hold them too.
-            self._arrays, self._counts = leaves, [len(leaf) if leaf.ndim else 0 for leaf in leaves]
+            self._leaves, self._tree = [_GrowingRows(leaf, self._expected) for leaf in leaves], tree
             return added
-        self._arrays = list(map(self._grown, self._arrays, self._counts, leaves))
-        self._counts = [count + len(leaf) for count, leaf in zip(self._counts, leaves, strict=True)]
-        self._expected = 2  # The first rows told how many there would be. If that was too few, twice as many.
+        self._tree = tree
+        for rows_so_far, leaf in zip(self._leaves, leaves, strict=True):
+            rows_so_far.add(leaf)
         return added
 
     def result(self) -> PyTree:
@@ -102,17 +104,58 @@ class Outputs:
         """
         if self._tree is None:
             raise InvalidArgumentError("predict without a batch", "the data is empty.", "pass at least one row")
-        return self._tree.unflatten([x[:n] if x.ndim else x for x, n in zip(self._arrays, self._counts, strict=True)])
+        return self._tree.unflatten([each.rows for each in self._leaves])
 
-    def _grown(self, array: np.ndarray, count: int, leaf: np.ndarray) -> np.ndarray:
-        """Writes rows behind those that an array has, into a larger array if there is no room."""
-        if array.dtype != leaf.dtype or array.shape[1:] != leaf.shape[1:] or not leaf.ndim:
-            return _joined(array[:count], leaf)
-        if count + len(leaf) > len(array):
-            # At the first time, `count` is the rows of one call, so this is room for those of all calls.
-            room = max(count * self._expected, count + len(leaf))
-            larger = np.empty((room, *leaf.shape[1:]), leaf.dtype)
-            larger[:count] = array[:count]
-            array = larger
-        array[count : count + len(leaf)] = leaf
-        return array
+
+@final
+class _GrowingRows:
+    """The rows of one output so far.
+
+    Args:
+      first: the first rows. An output may have another number of rows than its batch.
+      expected: number of times that rows will be added, with the first. None if it is unknown.
+    """
+
+    def __init__(self, first: np.ndarray, expected: int | None) -> None:
+        self._array, self._expected = first, expected
+        self._count = len(first) if first.ndim else 0
+        self._memory: mmap.mmap | None = None
+
+    @property
+    def rows(self) -> np.ndarray:
+        """All rows so far."""
+        return self._array[: self._count] if self._array.ndim else self._array
+
+    def add(self, leaf: np.ndarray) -> None:
+        """Adds rows behind the others."""
+        if self._array.dtype != leaf.dtype or self._array.shape[1:] != leaf.shape[1:] or not leaf.ndim:
+            self._array, self._memory = _joined(self.rows, leaf), None
+            self._count = len(self._array)
+            return
+        end = self._count + len(leaf)
+        if end > len(self._array):
+            # At the first time, `_count` is the rows of one call, so this is room for those of all calls.
+            expected, self._expected = self._expected, None
+            room = max(self._count * (expected or 2), end)
+            if expected is None and sys.platform == "linux":
+                self._reserve(room)
+            else:
+                self._move_to(np.empty((room, *leaf.shape[1:]), leaf.dtype))
+        self._array[self._count : end] = leaf
+        self._count = end
+
+    def _move_to(self, array: np.ndarray) -> None:
+        array[: self._count] = self.rows
+        self._array = array
+
+    def _reserve(self, room: int) -> None:
+        """Makes room for so many rows. The system moves the pages of the rows: a copy would need twice the memory for a moment."""
+        shape, dtype = (room, *self._array.shape[1:]), self._array.dtype
+        num_bytes = max(1, math.prod(shape) * dtype.itemsize)
+        if self._memory is None:
+            self._memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self._move_to(np.ndarray(shape, dtype, self._memory))
+        else:
+            self._array = self._array[:0].copy()  # Memory with an array over it cannot be moved.
+            self._memory.resize(num_bytes)
+            self._array = np.ndarray(shape, dtype, self._memory)

@@ -2,12 +2,14 @@
 """The programs of `fit`, `evaluate` and `predict`: a step of a model on all replicas, or several."""
 
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any, final
 
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 
 from phalanx._src.options import RunOptions
 from phalanx._src.programs.function import Function
@@ -16,8 +18,13 @@ from phalanx._src.programs.values import to_host
 from phalanx._src.strategies.base import Strategy
 from phalanx._src.tracing.scope import innermost
 from phalanx._src.tracing.strategy import Updates
+from phalanx._src.typed_jax import block_until_ready
 from phalanx.keras import predictions, steps
 from phalanx.typing import PyTree
+
+# A step holds its batch until it ends. JAX limits the number of steps that wait on a CPU to 32, and not their bytes.
+_MOST_WAITING = 32
+_MOST_WAITING_BYTES = 16 << 20
 
 ReplicaStep = Callable[[keras.Model, Any], Any]
 
@@ -104,6 +111,28 @@ class StepProgram:
         # A stack may have room for more steps than were run. Python numbers were not stacked.
         last = jax.tree.map(lambda x: x if count is None or not jnp.ndim(x) else x[count - 1], averaged)
         return {name: last[name] if name in custom_outputs else results[name] for name in outputs}
+
+
+@final
+class WaitingSteps:
+    """The steps that have been dispatched and may not have ended. If their batches are large, a few of them keep the devices busy.
+
+    Args:
+      batches: the first batch. The others have the same size, or are shorter.
+    """
+
+    def __init__(self, batches: PyTree) -> None:
+        num_bytes = sum(x.nbytes for x in jax.tree.leaves(batches) if isinstance(x, (jax.Array, np.ndarray)))
+        most = max(2, _MOST_WAITING_BYTES // max(1, num_bytes))
+        self._most = most if most < _MOST_WAITING else None
+        self._logs: deque[PyTree] = deque()
+
+    def add(self, logs: PyTree) -> None:
+        """Adds a step with its logs, and waits for the first one if there are too many."""
+        if self._most is not None:
+            self._logs.append(logs)
+            if len(self._logs) > self._most:
+                block_until_ready(self._logs.popleft())
 
 
 def _is_updated(metric: keras.metrics.Metric) -> bool:

@@ -35,7 +35,7 @@ from phalanx.keras.backup import BackupAndRestore, FitProgress, informed
 from phalanx.keras.callbacks import Callbacks, fills_log, runs_user_code
 from phalanx.keras.data import EpochData, steps_in
 from phalanx.keras.handover import WRITERS, Marks, Run, require_whole_weights
-from phalanx.keras.programs import ReplicaStep, StepProgram, is_single
+from phalanx.keras.programs import ReplicaStep, StepProgram, WaitingSteps, is_single
 from phalanx.keras.tensorboard import writing
 from phalanx.typing import PyTree
 
@@ -372,6 +372,7 @@ class ModelTrainer:
         logs: dict[str, Any] = model.get_metrics_result() if data.is_within_epoch else {}
         begin, end = compat.batch_hooks(callbacks, kind)
         has_peers = self._has_peers
+        waiting: WaitingSteps | None = None
         for first, parts in data.epoch():
             is_new = training is None or training.begin_steps(first + steps_in(parts))
             if is_new:
@@ -380,6 +381,8 @@ class ModelTrainer:
             with interrupts.held():
                 for batches, count in parts:
                     logs = program(batches, count)
+                    waiting = waiting or WaitingSteps(batches)
+                    waiting.add(logs)
                 if kind == "train" and self._hears_batches:
                     self._read_on_demand()
                 if training is not None:
