@@ -61,6 +61,25 @@ def load_shards(strategy: phalanx.Strategy, path: str, devices_per_replica: int 
     return trained.losses()
 
 
+def restore_before_slots(strategy: phalanx.Strategy, path: str) -> list[list[list[float]]]:
+    """Takes a step, and restores it where the optimizer has no slots yet, for the next one. Returns the variable after each step."""
+
+    def step(is_restored: bool) -> list[list[float]]:
+        sharded = _sharded(strategy, 1)
+        with sharded.scope():
+            variable, optimizer = keras.Variable(np.ones((4, 2), "float32")), keras.optimizers.SGD(0.1, momentum=0.5)
+        checkpoint = phalanx.train.Checkpoint(variable=variable, optimizer=optimizer)
+        if is_restored:
+            checkpoint.read(path)
+        sharded.run(lambda: optimizer.apply([keras.ops.ones((4, 2))], [variable]))
+        if not is_restored:
+            checkpoint.write(path)
+            checkpoint.sync()
+        return variable.numpy().tolist()
+
+    return [step(is_restored=False), step(is_restored=True)]
+
+
 def move_arrays(strategy: phalanx.Strategy, path: str) -> list[list[float]]:
     """Saves an array of JAX of which each process has a half, and restores it into another. Returns the half of this process."""
     halves = jax.sharding.NamedSharding(strategy.topology.mesh, jax.sharding.PartitionSpec("replica"))

@@ -27,6 +27,7 @@ from sharding import (  # noqa: F401
     move_to_neighbour,
     read_alone,
     refuse_what_reads_alone,
+    restore_before_slots,
     save_in_all,
     save_shards,
 )

@@ -54,6 +54,13 @@ def test_one_device_loads_what_processes_saved(saved):
     np.testing.assert_allclose(trained.losses(), losses, rtol=1e-5)
 
 
+def test_slots_that_do_not_exist_yet_get_their_shards(cluster_of, tmp_path):
+    """The momentum of the first step, 0.2, counts half in the second one."""
+    for first, second in cluster_of(2, 1).call("restore_before_slots", path=str(tmp_path / "slots")):
+        np.testing.assert_allclose(first, np.full((4, 2), 0.8), rtol=1e-6)
+        np.testing.assert_allclose(second, np.full((4, 2), 0.5), rtol=1e-6)
+
+
 def test_arrays_of_jax_that_span_processes(cluster_of, tmp_path):
     """They are saved and restored as variables are: each process writes and reads its shards."""
     path = tmp_path / "arrays"

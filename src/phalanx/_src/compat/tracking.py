@@ -17,7 +17,7 @@ from phalanx._src.compat.hooks import extend
 from phalanx._src.compat.layouts import layout_of
 from phalanx._src.compat.optimizers import BaseOptimizer, reference_of
 from phalanx._src.compat.scope import active_scope
-from phalanx._src.compat.variables import engine_hooks, is_new
+from phalanx._src.compat.variables import FirstValue, engine_hooks, is_new
 from phalanx._src.mesh.arrays import put_small
 from phalanx.typing import PyTree
 
@@ -249,7 +249,7 @@ BaseOptimizer.__init_subclass__ = classmethod(_hear_builds_of_subclass)
 def set_first_value(variable: Variable, value: Any) -> bool:
     """Sets the value that a variable begins with, or assigns it. Returns False if a step is traced that has already read it."""
     if is_new(variable):
-        variable._initializer = lambda shape, dtype: keras.ops.convert_to_tensor(value, dtype=dtype)
+        variable._initializer = FirstValue(value)
         return True
     if active_scope() is not None:
         return False

@@ -300,6 +300,21 @@ def _make(original: Callable[..., Any], self: Variable, initializer: object, *ar
     original(self, lambda shape, dtype: keras.ops.convert_to_tensor(value, dtype=dtype), *args[3:], **arguments)
 
 
+@dataclass(frozen=True)
+class FirstValue:
+    """An initializer that returns a known value.
+
+    Args:
+      value: the value.
+    """
+
+    value: Any
+
+    def __call__(self, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
+        array: jax.Array = keras.ops.convert_to_tensor(self.value, dtype=dtype)
+        return array
+
+
 def is_hollow(variable: Variable) -> bool:
     """Whether `variable` was created without a value, and has got none since."""
     return facts_of(variable).is_hollow and variable._value is None
@@ -317,6 +332,9 @@ def _initialize(original: Callable[..., Any], self: Variable, initializer: Calla
     least = settings.hollow_bytes
     if least is not None and math.prod(self._shape) * jnp.dtype(self._dtype).itemsize >= least:
         hollow(self)
+    elif layout is not None and isinstance(initializer, FirstValue) and spans_processes(initializer.value):
+        # A program may not have such an array as a constant.
+        self._value = put_shards(initializer.value, layout)
     elif layout is not None and not isinstance(getattr(initializer, "seed", None), keras.random.SeedGenerator):
         # One program, whose values do not depend on the mesh, and of which each process computes its own shards.
         draw = lambda: self._convert_to_tensor(initializer(self._shape, dtype=self._dtype))  # noqa: E731
