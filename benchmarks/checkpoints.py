@@ -2,7 +2,8 @@
 """Saving and restoring against plain copies, `numpy.save` and Orbax called by hand, and what saving costs a training.
 
 Each round measures all of them, one after the other, on the same variables. torch saves tensors of the same shapes in an
-environment of its own.
+environment of its own. Two processes that share 1 GB of variables are compared with Orbax in two processes of JAX that share as
+many arrays, and so is one process that restores what the two have saved.
 """
 
 import shutil
@@ -10,12 +11,14 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from benchmarks import peers
 from benchmarks.parent import Child, call_in_child
 from benchmarks.report import Report, verdict
+from benchmarks.workers import Workers
 
 _CASES = {"MLP, 8 MB": (784, (512, 512, 10), 64), "50 MB": (1024, (1024, 1024, 1024, 1024), 64)}
 """Inputs, units of the layers, and rows of a batch. Adam's slots make each model three times as large."""
@@ -36,6 +39,15 @@ _TORCH = (
     ("save blocks for", "blocks", "torch DCP async_save, 2 processes", "dcp blocks"),
     ("whole save", "whole", "torch.save", "torch"),
 )
+_SHARDED = (
+    ("save blocks for", 2, "save", "blocks", "Orbax save_async"),
+    ("whole save, with fsync", 2, "save", "whole", "Orbax save_async, to the end"),
+    ("restore", 2, "load", "whole", "Orbax load"),
+    ("restore in 1 process", 1, "load", "whole", "Orbax load in 1 process"),
+    ("peak memory in a save, MB per process", 2, "save", "peak", "Orbax save_async"),
+    ("peak memory in a restore, MB per process", 2, "load", "peak", "Orbax load"),
+    ("peak memory in a restore in 1 process, MB", 1, "load", "peak", "Orbax load in 1 process"),
+)
 
 
 def run(*, quick: bool) -> Report:
@@ -52,6 +64,42 @@ def run(*, quick: bool) -> Report:
             for what, own, against, other in _TORCH:
                 _add(report, case, what, found[own], against, theirs[other], None)
     return report
+
+
+def run_sharded(*, quick: bool, rounds: int = 7) -> Report:
+    """Measures two processes that share their variables, and one process that restores what they have saved."""
+    report = Report("sharded_checkpoints", "Saving and restoring 1 GB of variables that two processes share", _COLUMNS)
+    shared = _sharded(rounds=3 if quick else rounds)
+    for what, workers, call, figure, against in _SHARDED:
+        # The slowest process, and the one that needs most memory.
+        ours, orbax = (
+            [max(process[figure] for process in each) for each in shared[name, workers, call]]
+            for name in ("sharded", "orbax")
+        )
+        _add(report, "1 GB, sharded, 2 processes", what, ours, against, orbax, None)
+    return report
+
+
+def _sharded(rounds: int) -> dict[tuple[str, int, str], list[list[dict[str, float]]]]:
+    """Saves in two processes and restores in two and in one, and returns what all processes measured in each round."""
+    found: dict[tuple[str, int, str], list[list[dict[str, float]]]] = {}
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        groups = {(name, n): stack.enter_context(Workers(n)) for name in ("sharded", "orbax") for n in (2, 1)}
+        for (name, n), group in groups.items():
+            options = {"folder": f"{folder}/{n}"} if name == "sharded" else {}
+            sizes = group.call(f"benchmarks.checkpoints_{name}:prepare", 300, **options)
+            # Phalanx also has a few numbers, which it does not divide.
+            assert all(abs(n * here - total) < _NUMBERS for here, total in sizes)
+        for number in range(rounds + 1):
+            shutil.rmtree(f"{folder}/orbax", ignore_errors=True)
+            path = {"sharded": f"{folder}/2/ckpt-{number + 1}", "orbax": f"{folder}/orbax"}
+            for call, n in (("save", 2), ("load", 2), ("load", 1)):
+                for name, file in path.items():
+                    figures = groups[name, n].call(f"benchmarks.checkpoints_{name}:{call}", 300, path=file)
+                    if number:  # The first one compiles.
+                        found.setdefault((name, n, call), []).append(figures)
+    return found
 
 
 def _add(
@@ -160,6 +208,7 @@ def measure(case: str, rounds: int) -> dict[str, Any]:
 
 
 _TURNS = 5
+_NUMBERS = 1000
 
 
 def _training(case: str) -> tuple[Any, Callable[[], None]]:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor, wait
 from statistics import fmean
 from typing import Any, Self
 
-from benchmarks.parent import Child, ChildError
+from benchmarks.parent import ROOT, Child, ChildError
 from phalanx._src.launch.plan import Machine, Request, free_ports, plan
 
 _SETTINGS = {"JAX_PLATFORMS": "cpu", "KERAS_BACKEND": "jax", "TF_CPP_MIN_LOG_LEVEL": "2"}
@@ -28,7 +28,8 @@ class Workers:
     def __init__(self, count: int, python: str = sys.executable) -> None:
         request = Request("benchmarks.child", is_module=True, workers=count, devices_per_worker=1)
         specs = plan(request, Machine.this(_SETTINGS), _SETTINGS, free_ports(count))
-        self._children = [Child(python=python, environment=dict(spec.environment)) for spec in specs]
+        path = {"PYTHONPATH": str(ROOT / "src")}  # Phalanx need not be installed.
+        self._children = [Child(python=python, environment={**spec.environment, **path}) for spec in specs]
         self._pool = ThreadPoolExecutor(count)
 
     def call(self, function: str, deadline_s: float, **kwargs: Any) -> list[Any]:
