@@ -30,13 +30,16 @@ MODULES = {
     "parameter_server_memory": "parameter_server_memory",
     "parameter_server_soak": "parameter_server_soak",
     "checkpoints": "checkpoints",
+    "sharded_checkpoints": "checkpoints:run_sharded",
     "summaries": "summaries",
     "soak": "soak",
     "restarts": "restarts",
     "kills": "kills",
+    "sharded_kills": "kills:run_sharded",
     "interrupts": "interrupts",
     "endurance": "endurance",
     "elastic": "elastic",
+    "sharded_elastic": "elastic:run_sharded",
     "elastic_callbacks": "elastic_callbacks",
     "elastic_data": "elastic_data",
     "elastic_peers": "elastic_peers",
@@ -45,12 +48,13 @@ MODULES = {
     "equal_training": "equal_training",
     "unequal": "unequal",
 }
-"""The module of each benchmark. It is imported when it runs, because some need optional libraries."""
+"""The module of each benchmark, and its function unless that is `run`. The module is imported when it runs, because some need optional libraries."""
 
 
 def function_of(name: str) -> Callable[..., Report]:
     """Returns the function that runs a benchmark."""
-    run: Callable[..., Report] = importlib.import_module(f"benchmarks.{MODULES[name]}").run
+    module, _, function = MODULES[name].partition(":")
+    run: Callable[..., Report] = getattr(importlib.import_module(f"benchmarks.{module}"), function or "run")
     return run
 
 
@@ -62,7 +66,7 @@ def main() -> None:
     parser.add_argument(
         "--rounds",
         type=int,
-        help="how many rounds of restarts, elastic and elastic_callbacks (50), elastic_data (36), elastic_peers (3), slow_link, equal_training and unequal (5), elastic_soak (100) and "
+        help="how many rounds of restarts, elastic and elastic_callbacks (50), elastic_data (36), elastic_peers (3), slow_link, equal_training and unequal (5), elastic_soak (100), kills (200), sharded_kills (60), sharded_checkpoints (7), sharded_elastic (20) and "
         "parameter_server_soak (30), and interrupts per loop (1000)",
     )
     parser.add_argument("--seed", type=int, default=0, help="the number of their first round (default: %(default)s)")
@@ -72,10 +76,15 @@ def main() -> None:
     unknown = set(options.names) - set(MODULES)
     if unknown:
         parser.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(MODULES)}")
-    drawn = {"seed": options.seed} | ({} if options.rounds is None else {"rounds": options.rounds})
+    rounds = {} if options.rounds is None else {"rounds": options.rounds}
+    drawn = {"seed": options.seed} | rounds
     arguments = {
         "restarts": drawn,
+        "kills": drawn,
+        "sharded_kills": drawn,
+        "sharded_checkpoints": rounds,
         "elastic": drawn,
+        "sharded_elastic": drawn,
         "elastic_callbacks": drawn,
         "elastic_data": drawn,
         "elastic_peers": drawn,

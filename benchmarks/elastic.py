@@ -365,22 +365,21 @@ def _speed(workers: str, seconds: float) -> float:
         return (last.step - first.step) / (last.at_s - first.at_s)
 
 
+_COLUMNS = ("training", "rounds", "median s", "worst s", "difference of the weights", "exit code")
+
+
 def run(*, quick: bool, rounds: int = 50, seed: int = 0) -> Report:
     """Loses processes in all ways in `fit` and in a custom loop, and compares the speed with that of a fixed group."""
     report = Report(
         "elastic",
         f"Processes of three are lost (kill -9, SIGSTOP after {STALL_S:g} s, exception, os._exit, two at once, SIGTERM): seconds to the next step",
-        ("training", "rounds", "median s", "worst s", "difference of the weights", "exit code"),
+        _COLUMNS,
     )
     rng = random.Random(seed)
-    rounds, epochs = (2, 60) if quick else (rounds, 20 * rounds)
+    rounds = 2 if quick else rounds
 
     def lose(how: str, name: str, kinds: Sequence[str] = KINDS, **options: Any) -> None:
-        played = play(how, kinds, rounds, rng, epochs=epochs, **options)
-        median, worst = statistics.median(played.seconds), max(played.seconds)
-        name = f"{how}, {name}"
-        row = [name, rounds, median, worst, f"{played.differs:.1e}", played.code]
-        report.add(row, how=name, seconds=played.seconds, differs=played.differs)
+        _lose(report, f"{how}, {name}", how, kinds, rounds, rng, **options)
 
     def lose_two_in_a_row() -> None:
         tries = [lose_again(rng) for _ in range(1 if quick else max(10, rounds // 2))]
@@ -404,12 +403,33 @@ def run(*, quick: bool, rounds: int = 50, seed: int = 0) -> Report:
                 lambda h=h, d=d: lose(h, f"donate={d}", donate=d)
                 for h, d in (("loop", True), ("fit", True), ("loop", False))
             ),
-            *(
-                lambda s=s: lose("loop", SHARDS[s], [k for k in KINDS if k != "two"], is_sharded=s, widths=WIDTHS)
-                for s in SHARDS
-            ),
+            *(lambda s=s: _lose_shards(report, rounds, rng, is_sharded=s) for s in SHARDS),
             lose_two_in_a_row,
             compare,
         ]
     )
     return report
+
+
+def run_sharded(*, quick: bool, rounds: int = 20, seed: int = 0) -> Report:
+    """Kills processes of a custom loop with whole variables and with sharded ones."""
+    report = Report("sharded_elastic", "One of three processes is lost by kill -9: seconds to the next step", _COLUMNS)
+    for is_sharded in SHARDS:
+        _lose_shards(report, 2 if quick else rounds, random.Random(seed), is_sharded=is_sharded)
+    return report
+
+
+def _lose_shards(report: Report, rounds: int, rng: random.Random, *, is_sharded: bool) -> None:
+    """Kills processes of a loop whose variables are whole or sharded."""
+    name = f"loop, kill -9, {SHARDS[is_sharded]}"
+    _lose(report, name, "loop", ["kill"], rounds, rng, is_sharded=is_sharded, widths=WIDTHS)
+
+
+def _lose(
+    report: Report, name: str, how: str, kinds: Sequence[str], rounds: int, rng: random.Random, **options: Any
+) -> None:
+    """Loses processes of one training, and adds a row."""
+    played = play(how, kinds, rounds, rng, epochs=max(60, 20 * rounds), **options)
+    median, worst = statistics.median(played.seconds), max(played.seconds)
+    row = [name, rounds, median, worst, f"{played.differs:.1e}", played.code]
+    report.add(row, how=name, seconds=played.seconds, differs=played.differs)
