@@ -302,13 +302,9 @@ def _make(original: Callable[..., Any], self: Variable, initializer: object, *ar
 
 @dataclass(frozen=True)
 class FirstValue:
-    """An initializer that returns a known value.
+    """An initializer that returns a known value."""
 
-    Args:
-      value: the value.
-    """
-
-    value: Any
+    value: ArrayLike
 
     def __call__(self, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
         array: jax.Array = keras.ops.convert_to_tensor(self.value, dtype=dtype)
