@@ -10,6 +10,7 @@ import pytest
 from tests.waiting import DEADLINE_S, wait_until
 
 from phalanx._src.cluster.connections import listener
+from phalanx._src.cluster.connections.messages import SignOfLife
 from phalanx._src.cluster.connections.secret import TOKEN, new_token
 from phalanx._src.cluster.watch import meeting
 from phalanx._src.cluster.watch.membership import Membership
@@ -239,7 +240,8 @@ def test_minority_forms_no_generation(places):
     """The other machines may train without it. After the patience, the reason is known."""
     with Alone() as found:
         found.visit(1, meeting.MemberState(3, 1))
-        found.now_s += 10.0
+        wait_until(lambda: found.rendezvous._pending_s)
+        found.now_s += 11.0
         wait_until(lambda: found.said)
         assert found.said == [
             "The machines of tasks 0, 2 do not answer, and may train without this one: waiting for them."
@@ -253,6 +255,23 @@ def test_minority_forms_no_generation(places):
         )
 
 
+def test_launcher_that_does_not_answer_does_not_vote(places):
+    """Its machine may have been cut off, and its connection stays open for a while: another generation could form there."""
+    with Alone() as found:
+        launcher = listener.visit(found.rendezvous.address, listener.Secret(os.environ[TOKEN]), {"machine": 2})
+        launcher.say(LauncherReport((2,), 1))
+        found.visits.append(launcher)
+        process, other = (found.visit(number, meeting.MemberState(3, number)) for number in (1, 2))
+        wait_until(lambda: found.rendezvous._pending_s)
+        found.now_s += 11.0
+        wait_until(lambda: found.said)
+        assert found.said[0].startswith("The machines of tasks 0, 2 do not answer")
+        launcher.socket.settimeout(DEADLINE_S)
+        assert any(isinstance(message, meeting.Ping) for message in launcher.messages((meeting.Ping,)))
+        launcher.say(SignOfLife())
+        assert generation_of(process) == generation_of(other) == (4, 2)
+
+
 @pytest.mark.parametrize("ended", [{0}, {0, 2}, {2}])
 def test_launchers_that_have_ended_do_not_vote(places, ended):
     """Nobody trains on their machines. Of two machines, the first one goes on."""
@@ -260,6 +279,8 @@ def test_launchers_that_have_ended_do_not_vote(places, ended):
         process = found.visit(1, meeting.MemberState(3, 1))
         found.now_s += 10.0
         if ended == {2}:
+            wait_until(lambda: found.rendezvous._pending_s)
+            found.now_s += 11.0
             wait_until(lambda: found.said)
             assert found.said[0].startswith("The machines of tasks 0 do not answer")
         else:

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launchers of an elastic group, as its rendezvous sees them: which processes they run, and which machines are awaited."""
 
+import math
 import selectors
 from collections.abc import Callable, Set
 from dataclasses import dataclass
 from typing import TypeGuard, final
 
 from phalanx._src.cluster.connections.listener import Connection
+from phalanx._src.cluster.watch.meeting import Ping
 from phalanx._src.launch.elastic.messages import GroupStatus, GroupTerms, KillRequest, LauncherReport, Presence
 from phalanx.errors import listed
 
@@ -20,12 +22,14 @@ class MachineLauncher:
       peer: its connection. None on this machine.
       report: its last report. None if it has not connected yet, or was lost.
       sent_status: the last status that was sent to it.
+      heard_s: time of its last message.
     """
 
     until_s: float
     peer: Connection | None = None
     report: LauncherReport | None = None
     sent_status: GroupStatus = GroupStatus()
+    heard_s: float = -math.inf
 
 
 @final
@@ -96,15 +100,24 @@ class Launchers:
         """The indices of the machines that may still train, although their launchers are not connected."""
         return {*self.missing} - self.ended
 
-    def are_majority(self, machines: Set[int]) -> bool:
+    def silent(self, machines: Set[int], since_s: float) -> set[int]:
+        """Returns those of these machines that have not answered since a time, and may still train."""
+        unheard = {i for i, each in enumerate(self._all) if each.heard_s < since_s and i != self._here}
+        return {*machines} & (unheard | {*self.missing}) - self.ended
+
+    def are_majority(self, machines: Set[int], since_s: float = -math.inf) -> bool:
         """Whether the others of these machines, which do not answer, cannot train without those that do.
 
         More than half of them answer, or half of them and the first. See S. Jajodia and D. Mutchler, "Dynamic voting algorithms for
         maintaining the consistency of a replicated database" (1990).
+
+        Args:
+          machines: indices of the machines.
+          since_s: time since which they must have answered.
         """
         # Those whose launcher has ended train no more: it ends, or its guard ends, all processes of its machine.
         voters = sorted(machines - self.ended)
-        here = [machine for machine in voters if machine not in self.unknown]
+        here = [machine for machine in voters if machine not in self.silent(machines, since_s)]
         return 2 * len(here) > len(voters) or (2 * len(here) == len(voters) and voters[:1] == here[:1])
 
     @property
@@ -164,6 +177,7 @@ class Launchers:
         assert launcher.peer
         started: set[int] = set()
         messages, is_open = launcher.peer.hear([LauncherReport])
+        launcher.heard_s = self._clock() if messages else launcher.heard_s
         for message in messages:
             if isinstance(message, LauncherReport):
                 started |= self.note(message, launcher)
@@ -188,6 +202,12 @@ class Launchers:
             if launcher.peer and launcher.sent_status != status:
                 launcher.sent_status = status
                 launcher.peer.say(status)
+
+    def ask(self) -> None:
+        """Asks the launchers of other machines for a sign of life. A machine may have been cut off before its connection ends."""
+        for launcher in self._all:
+            if launcher.peer:
+                launcher.peer.say(Ping())
 
     def kill(self, number: int, why: str) -> None:
         """Ends a process of any machine."""

@@ -9,7 +9,9 @@ from typing import final
 from typing_extensions import override
 
 from phalanx._src.cluster.connections.listener import Connection
+from phalanx._src.cluster.connections.messages import SignOfLife
 from phalanx._src.cluster.connections.ports import cut
+from phalanx._src.cluster.watch.meeting import Ping
 from phalanx._src.launch.elastic.messages import GroupStatus, GroupTerms, KillRequest, LauncherReport, Presence
 from phalanx.errors import StartupError
 
@@ -42,7 +44,9 @@ class RemoteRendezvous(threading.Thread):
         super().__init__(name="phalanx-rendezvous", daemon=True)
         self.machine, self._connection, self._kill = machine, connection, kill
         self._told, self.standing = LauncherReport(), GroupStatus()
-        self._messages = connection.messages((GroupStatus, GroupTerms, KillRequest, Presence))
+        self._messages = connection.messages((GroupStatus, GroupTerms, KillRequest, Ping, Presence))
+        # No message may begin inside another one.
+        self._saying = threading.Lock()
         self.has_ended = False
         self._require(terms, address)
 
@@ -69,7 +73,8 @@ class RemoteRendezvous(threading.Thread):
         """See `Rendezvous.report`."""
         if report != self._told:  # Called at each turn of the launcher.
             self._told = report
-            self._connection.say(report)
+            with self._saying:
+                self._connection.say(report)
         return self.standing
 
     def give_up(self, why: str) -> None:
@@ -91,6 +96,9 @@ class RemoteRendezvous(threading.Thread):
                     self._kill(message.number, message.why)
                 elif isinstance(message, GroupStatus):
                     self.standing = message
+                elif isinstance(message, Ping):
+                    with self._saying:
+                        self._connection.say(SignOfLife())
                 elif isinstance(message, Presence):
                     is_elsewhere = True
         self.has_ended = self._connection.is_closed and not is_elsewhere

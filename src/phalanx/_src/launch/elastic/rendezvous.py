@@ -33,6 +33,8 @@ _TICK_S = 0.2
 _SILENCE_S = 10.0
 _ASK_S = 1.0
 """Time between two invitations. A process that is still entering its generation misses the first one."""
+_ANSWER_S = 5.0
+"""Time for which the answer of a launcher counts. A machine may be cut off long before its connections end."""
 _RETURN_S = 3.0
 """Time in which the processes and launchers of a generation come to a rendezvous that has moved to another machine."""
 _MOST = 128
@@ -280,16 +282,12 @@ class Rendezvous(threading.Thread):
                 self._ask_s = now_s + _ASK_S
                 self._invite(survivors[0], newcomers)
             return
-        self._pending_s = self._pending_s or now_s
+        if self._pending_s is None:
+            self._pending_s, self._ask_s = now_s, 0.0
         if missing := [m for m in survivors if not m.ready]:
             self._wake(missing, now_s)
-        elif self._members.awaited:
+        elif self._members.awaited or self._lacks_majority(self._pending_s, now_s):
             return
-        elif not self._launchers.are_majority(self._members.machines):
-            away = listed([f"{index}" for index in sorted(self._members.machines & self._launchers.unknown)])
-            self._say_once(
-                f"The machines of tasks {away} do not answer, and may train without this one: waiting for them."
-            )
         elif all(m.ready.progress[0] < 0 for m in came if m.ready):
             self._end_all("no process that has the variables is left")
         # Once a process has finished, none is started any more, so the others continue with fewer than the minimum.
@@ -297,6 +295,21 @@ class Rendezvous(threading.Thread):
             self._form(came, newcomers)
         elif not self._launchers.hopeless(self._least, self._members.machines):
             self._say_once(f"Too few workers are left: {len(came)} of at least {self._least}. They wait for others.")
+
+    def _lacks_majority(self, pending_s: float, now_s: float) -> bool:
+        """Whether other machines may train without this one. They have been asked again since processes wait for a generation."""
+        if now_s >= self._ask_s:
+            self._ask_s = now_s + _ASK_S
+            self._launchers.ask()
+        since_s = max(pending_s, now_s - _ANSWER_S)
+        if self._launchers.are_majority(self._members.machines, since_s):
+            return False
+        if now_s - pending_s > _SILENCE_S:
+            away = listed([f"{index}" for index in sorted(self._launchers.silent(self._members.machines, since_s))])
+            self._say_once(
+                f"The machines of tasks {away} do not answer, and may train without this one: waiting for them."
+            )
+        return True
 
     def _invite(self, first: GroupMember, newcomers: list[GroupMember]) -> None:
         """Asks the present generation to meet newcomers after one of its next steps."""
