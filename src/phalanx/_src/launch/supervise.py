@@ -83,6 +83,8 @@ def run_group(
                         if isinstance(group, ElasticGroup):
                             # The machine that has taken the place of a lost one keeps it when the group starts again.
                             machines = replace(machines, leader=group.leader)
+                            # A new start would begin a second training while the others continue theirs.
+                            is_last = is_last or group.is_cut_off
                     except StartupError as error:
                         number = relay.ending_signal()
                         if number is None and (not restart or least_workers is None):

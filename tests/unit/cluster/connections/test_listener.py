@@ -2,6 +2,8 @@
 
 import json
 import socket
+import struct
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -230,3 +232,24 @@ os.waitpid(child, 0)
 def test_forked_child_keeps_no_connection_open(run_python):
     """Others notice at once that a process has ended, although its data loader has not."""
     assert run_python(FORKS) == "b''\n"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux says when the other machine has answered last")
+@pytest.mark.parametrize("is_late", [False, True])
+def test_reset_after_a_silence(listener, address, monkeypatch, is_late):
+    """It does not mean that the process has ended: its machine may have been cut off, and may have given up the connection since."""
+    with connection_to(address) as asking, ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(handshake, asking, SECRET, HELLO, DEADLINE_S)
+        peers = []
+        while not peers:
+            peers = listener.accepted(0.05)
+        assert asked.result() is None
+        if is_late:
+            time.sleep(0.4)
+            assert listener_module.silence_s(peers[0].socket) > 0.2
+            monkeypatch.setattr(listener_module, "_FRESH_S", 0.2)
+        asking.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    peers[0].socket.settimeout(DEADLINE_S)
+    assert peers[0].hear(()) == ([], False)
+    assert peers[0].is_closed is not is_late
+    peers[0].close()

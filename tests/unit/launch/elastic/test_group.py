@@ -12,6 +12,7 @@ from phalanx._src.cluster.connections.secret import TOKEN, new_token
 from phalanx._src.cluster.spec import Task
 from phalanx._src.launch.elastic import group
 from phalanx._src.launch.elastic.group import ElasticGroup
+from phalanx._src.launch.elastic.launchers import Launchers
 from phalanx._src.launch.elastic.rendezvous import Rendezvous
 from phalanx._src.launch.evaluator import Patience
 from phalanx._src.launch.outcome import TOO_FEW, Outcome, report
@@ -223,3 +224,23 @@ def test_first_machine_that_does_not_come_back(no_service):
     assert outcome.exit_code == TOO_FEW, said
     assert said[-2] == "The group starts again: 1 of 3."
     assert said[-1].startswith(f"Training stopped early: the rendezvous at {machines.addresses[0]}: machine 1 could")
+
+
+def test_machine_that_is_cut_off_does_not_start_again(no_service, monkeypatch):
+    """It would begin a training of its own, while the others go on with theirs."""
+    monkeypatch.setattr(Launchers, "are_majority", lambda *_: False)
+    environment = {**os.environ, TOKEN: new_token(), "PHALANX_START_TIMEOUT_S": "0.3"}
+    spec = ProcessSpec(Task("worker", 0), (sys.executable, "-c", MEETS + "time.sleep(600)"), environment)
+    said = []
+    with open(os.devnull, "wb", buffering=0) as nowhere:
+        outcome = run_group(
+            lambda _: [spec],
+            max_restarts=3,
+            least_workers=1,
+            machines=Machines(0, addresses(2)),
+            sink=Sink(nowhere.fileno()),
+            say=said.append,
+        )
+    assert outcome.exit_code == TOO_FEW, said
+    assert said[-1].startswith("Training stopped early: the machines that are left are no majority"), said
+    assert not any("starts again" in text for text in said), said

@@ -2,6 +2,8 @@
 
 import os
 import queue
+import socket
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -13,6 +15,7 @@ from phalanx._src.cluster.connections import listener
 from phalanx._src.cluster.connections.messages import SignOfLife
 from phalanx._src.cluster.connections.secret import TOKEN, new_token
 from phalanx._src.cluster.watch import meeting
+from phalanx._src.cluster.watch.contact import Contact
 from phalanx._src.cluster.watch.membership import Membership
 from phalanx._src.launch.elastic import leadership
 from phalanx._src.launch.elastic.leadership import Leadership
@@ -114,7 +117,8 @@ def test_next_machine_takes_over(places):
         group.kill(0)
         second = group.meet(1, 2, progress=7)
         assert {machine: (g.number, g.rank, g.size) for machine, g in second.items()} == {1: (2, 0, 2), 2: (2, 1, 2)}
-        assert group.leaders() == {1: 1, 2: 1}
+        # The processes may have come before their launcher.
+        wait_until(lambda: group.leaders() == {1: 1, 2: 1})
         group.start(0)
         assert group.leaders() == {0: 1, 1: 1, 2: 1}
         status = group.launchers[1].report(LauncherReport((1,), 1))
@@ -124,7 +128,7 @@ def test_next_machine_takes_over(places):
         group.kill(1)
         assert {g.size for g in group.meet(2, 0, progress=9).values()} == {2}
         # Not the machine of the first task, but the first of those that are left.
-        assert group.leaders() == {2: 0, 0: 0}
+        wait_until(lambda: group.leaders() == {2: 0, 0: 0})
         assert [text for text in group.said if "takes its place" in text] == [
             f"The launcher at {group.addresses[machine]}, which coordinated all machines, is gone. This machine takes its place."
             for machine in (0, 1)
@@ -150,6 +154,42 @@ def test_only_one_of_two_that_look_at_once_takes_over(places, monkeypatch):
         group.meet(1, 2, progress=7)
         assert group.leaders() == {1: 1, 2: 1}
         assert len([text for text in group.said if "takes its place" in text]) == 1
+
+
+def test_next_machine_is_lost_too(places):
+    """Before it has formed a generation, or said anything. That the launcher of the first one has ended is not forgotten."""
+    with places(3) as group:
+        group.start(0, 1, 2)
+        group.meet(0, 1, 2)
+        group.kill(0)
+        wait_until(lambda: group.leaders() == {1: 1, 2: 1})
+        assert group.launchers[2].report(LauncherReport((2,), 1)).members == (0, 1, 2)
+        group.kill(1)
+        third = group.meet(2, progress=5)[2]
+        assert (third.number, third.size) == (2, 1)
+
+
+def test_another_group_at_the_address_of_a_lost_machine(places):
+    """It has another secret, or turns the processes away. They look further."""
+    with places(3) as group:
+        group.start(0, 1, 2)
+        group.meet(0, 1, 2)
+        group.kill(0)
+        group.meet(1, 2, progress=5)
+        with listener.Listener(group.addresses[0], listener.Secret("of others"), 8, group.said.append) as others:
+            is_over = threading.Event()
+
+            def refuse():
+                while not is_over.is_set():
+                    others.accepted(0.05)
+
+            thread = threading.Thread(target=refuse)
+            thread.start()
+            group.kill(1)
+            assert group.meet(2, progress=6)[2].size == 1
+            is_over.set()
+            thread.join()
+        assert others.refused
 
 
 def test_processes_that_train_on_meet_again(places):
@@ -185,6 +225,27 @@ def test_process_that_lost_only_its_connection(places):
         )
         assert group.meet(0)[0].number == wait().number == 2
         assert group.launchers[0].report(LauncherReport((0,), 1)).gone is None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has this limit")
+def test_silent_machine_is_left_by_its_processes_first(places):
+    """Also if they have sent something, after which a connection lasts longer. Otherwise another machine would give them up."""
+    with places(2) as group:
+        group.start(0, 1)
+        group.meet(0, 1)
+        process = group.members[1]._contact._connection.socket
+        launcher = group.launchers[1]._role._connection.socket
+        limit_ms = [each.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) for each in (process, launcher)]
+        assert limit_ms == [10_000, 40_000]
+
+
+def generation_of(connection):
+    """Waits for the next generation of a process. Returns its number and its size, or None if the connection is ended before."""
+    connection.socket.settimeout(DEADLINE_S)
+    for message in connection.messages(meeting.TO_MEMBER):
+        if isinstance(message, meeting.Generation):
+            return message.number, message.size
+    return None
 
 
 class Alone:
@@ -227,15 +288,6 @@ class Alone:
         return connection
 
 
-def generation_of(connection):
-    """Waits for the next generation of a process. Returns its number and its size, or None if the connection is ended before."""
-    connection.socket.settimeout(DEADLINE_S)
-    for message in connection.messages(meeting.TO_MEMBER):
-        if isinstance(message, meeting.Generation):
-            return message.number, message.size
-    return None
-
-
 def test_minority_forms_no_generation(places):
     """The other machines may train without it. After the patience, the reason is known."""
     with Alone() as found:
@@ -258,7 +310,9 @@ def test_minority_forms_no_generation(places):
 def test_launcher_that_does_not_answer_does_not_vote(places):
     """Its machine may have been cut off, and its connection stays open for a while: another generation could form there."""
     with Alone() as found:
-        launcher = listener.visit(found.rendezvous.address, listener.Secret(os.environ[TOKEN]), {"machine": 2})
+        launcher = listener.visit(
+            found.rendezvous.address, listener.Secret(os.environ[TOKEN]), {"machine": 2, "generation": 3}
+        )
         launcher.say(LauncherReport((2,), 1))
         found.visits.append(launcher)
         process, other = (found.visit(number, meeting.MemberState(3, number)) for number in (1, 2))
@@ -286,6 +340,43 @@ def test_launchers_that_have_ended_do_not_vote(places, ended):
         else:
             assert generation_of(process) == (4, 1)
             assert found.rendezvous.has_majority
+
+
+@pytest.mark.parametrize(("generation", "votes"), [(0, False), (1, False), (2, True), (3, True), (True, False)])
+def test_launcher_that_has_started_again_does_not_vote(places, generation, votes):
+    """The others may have gone on with the launcher before it, and then without it. If all are there, they have not."""
+    with Alone() as found:
+        process = found.visit(1, meeting.MemberState(3, 1))
+        wait_until(lambda: found.rendezvous._pending_s)
+        found.now_s += 11.0
+        wait_until(lambda: found.said)
+
+        def come(machine, generation):
+            hello = {"machine": machine, "generation": generation}
+            launcher = listener.visit(found.rendezvous.address, listener.Secret(os.environ[TOKEN]), hello)
+            found.visits.append(launcher)
+            launcher.say(LauncherReport((), 0))
+
+        come(2, generation)
+        if not votes:
+            wait_until(lambda: len(found.said) == 2)
+            assert found.said[1].startswith("The machines of tasks 0 do not answer")
+            assert not found.rendezvous.has_majority
+            come(0, 0)
+        assert generation_of(process) == (4, 1)
+        assert found.rendezvous.has_majority
+
+
+def test_process_that_is_turned_away_looks_further(places):
+    """A rendezvous with an older generation belongs to others, although it is at the first address."""
+    with Alone(generation=1) as older, Alone({0, 2}) as newer:
+        addresses = (older.rendezvous.address, newer.rendezvous.address)
+        contact = Contact(addresses, 1)
+        contact.ask(meeting.Readiness(0, (5,), "127.0.0.1:1"), meeting.MemberState(3, 1))
+        listener.cut(contact._connection.socket)
+        numbers = (each.number for each in contact.messages(DEADLINE_S) if isinstance(each, meeting.Generation))
+        assert next(numbers) == 4
+        contact.close()
 
 
 @pytest.mark.parametrize(
@@ -317,6 +408,18 @@ def test_process_that_does_not_come(places):
         assert found.killed[0] == (1, "has not come to the machine that now coordinates the group")
         found.rendezvous.report(LauncherReport((), 0))
         wait_until(lambda: found.rendezvous.report(LauncherReport((), 0)).gone == (0, 1, 2))
+
+
+def test_process_that_was_replaced_does_not_come(places):
+    """The one in its place is not killed for it. While the other machines may train, its end is not the end of the training."""
+    with Alone() as found:
+        found.visit(1, meeting.MemberState(0, 0))
+        wait_until(lambda: found.rendezvous._members.awaited == {0, 2})
+        found.now_s += 14.0
+        wait_until(lambda: not found.rendezvous._members.awaited)
+        assert (found.killed, found.report().gone) == ([], None)
+        found.now_s += 120.0
+        assert found.report().hopeless.startswith("the machines that are left are no majority")
 
 
 def test_minority_yields_to_the_others(places, monkeypatch):

@@ -12,6 +12,8 @@ import os
 import secrets
 import selectors
 import socket
+import struct
+import sys
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -42,6 +44,10 @@ When a cable is pulled, the last answer may be 10 s old. What remains is not sho
 must not give up before the processes that it has started do.
 """
 _PROBE_S, _PROBES = 5, 6
+_FRESH_S = 20.0
+"""Longest time in seconds since the last answer of a machine after which a reset means that the process there has ended."""
+_LAST_ANSWER = 56
+"""Offset of the time since the last answer, in milliseconds, in `struct tcp_info` of Linux."""
 _FIRST_RETRY_S = 0.005
 RETRY_S = 0.1
 """Time between two attempts to connect, in seconds. It grows to this, because processes that meet again are there at once."""
@@ -98,7 +104,8 @@ class Connection:
             new = self.socket.recv(_LONGEST_LINE)
             self.is_closed = not new
         except OSError as e:
-            new, self.is_closed = b"", e.errno == ECONNRESET
+            # Whoever has given up this connection after a long silence answers with a reset too, when the cable is plugged in again.
+            new, self.is_closed = b"", e.errno == ECONNRESET and silence_s(self.socket) < _FRESH_S
         *whole, self._read = (self._read + new).split(b"\n")
         try:
             return [decoded(line, kinds) for line in whole], bool(new)
@@ -406,10 +413,14 @@ def split(address: str) -> tuple[str, int]:
 
 
 def expect_answers(connection: socket.socket, answer_s: int | None = None) -> None:
-    """Makes the kernel end a connection whose other machine has not answered for `answer_s` seconds. None means `ANSWER_S`.
+    """Makes the kernel end a connection whose other machine has not answered for some time.
 
     A machine that disappears does not close its connections. One of its processes may be stopped: its kernel answers. See RFC 1122,
     section 4.2.3.6, and RFC 5482.
+
+    Args:
+      connection: the connection.
+      answer_s: the time in seconds, counted from the first message without an answer. None means `ANSWER_S`.
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     answer_s = answer_s or ANSWER_S
@@ -424,6 +435,16 @@ def expect_answers(connection: socket.socket, answer_s: int | None = None) -> No
     for name, value in options.items():
         if (option := getattr(socket, name, None)) is not None:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def silence_s(connection: socket.socket) -> float:
+    """Returns how long the other machine has answered nothing, in seconds. 0 where the kernel does not say it."""
+    if sys.platform != "linux":
+        return 0.0
+    with contextlib.suppress(OSError, struct.error):
+        info = connection.getsockopt(IPPROTO_TCP, socket.TCP_INFO, _LAST_ANSWER + 4)
+        return float(struct.unpack_from("I", info, _LAST_ANSWER)[0]) / 1000
+    return 0.0
 
 
 def send(connection: socket.socket, message: Mapping[str, Any]) -> None:

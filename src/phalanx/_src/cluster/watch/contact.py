@@ -17,7 +17,7 @@ from phalanx.errors import StartupError, listed
 _CONNECT_S = 30.0
 _VISIT_S = 2.0
 _PAUSE_S = 0.1
-_ANSWER_S = 10
+ANSWER_S = 10
 """Time in seconds that the rendezvous may be silent. It knows a process that connects again, so this is short."""
 
 
@@ -97,15 +97,22 @@ class Contact:
         is_alone = len(self._addresses) == 1
         # If it is at one address, it is there before this process is started.
         deadline_s, visit_s = time.monotonic() + (0.0 if is_alone else timeout_s), _CONNECT_S if is_alone else _VISIT_S
+        # The port of a machine that was lost may belong to another group by now.
+        absent: tuple[type[Exception], ...] = (OSError,) if is_alone else (OSError, StartupError)
         while True:
             for address in self._addresses:
-                with suppress(OSError):
+                with suppress(*absent):
                     connection = visit(address, self._secret, self._hello, visit_s)
+                    if not is_alone:
+                        expect_answers(connection.socket, ANSWER_S)
                     connection.socket.settimeout(_CONNECT_S)
                     messages = connection.messages(meeting.TO_MEMBER)
                     welcome = next(messages, None)
                     connection.socket.settimeout(None)
                     if isinstance(welcome, meeting.Welcome):
+                        # From the next one on, if this one turns the process away: it belongs to the group of another machine.
+                        place = self._addresses.index(address) + 1
+                        self._addresses = [*self._addresses[place:], *self._addresses[:place]]
                         self._take(connection, messages)
                         return welcome.is_late
                     connection.close()
@@ -118,8 +125,6 @@ class Contact:
             time.sleep(_PAUSE_S)
 
     def _take(self, connection: Connection, messages: Iterator[meeting.RendezvousMessage]) -> None:
-        if len(self._addresses) > 1:
-            expect_answers(connection.socket, _ANSWER_S)
         with self._lock:
             self._connection, self._messages = connection, messages
             connection.say(self._state)

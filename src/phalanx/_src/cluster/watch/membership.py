@@ -19,6 +19,7 @@ from typing import TypeVar, final
 
 from typing_extensions import override
 
+from phalanx._src.cluster.connections.listener import ANSWER_S
 from phalanx._src.cluster.connections.messages import SignOfLife
 from phalanx._src.cluster.connections.ports import HeldPort
 from phalanx._src.cluster.resolvers.base import start_timeout_s
@@ -128,7 +129,8 @@ class Membership(threading.Thread):
     @override
     def run(self) -> None:
         with self._port:
-            for message in self._contact.messages(start_timeout_s(os.environ)):
+            # Another machine takes the place of a silent one after this time.
+            for message in self._contact.messages(ANSWER_S + start_timeout_s(os.environ)):
                 self._dispatch(message)
 
     def _dispatch(self, message: meeting.RendezvousMessage) -> None:

@@ -12,7 +12,7 @@ from typing_extensions import override
 
 from phalanx._src.cluster.spec import Task
 from phalanx._src.launch.elastic.leadership import Leadership
-from phalanx._src.launch.elastic.messages import GroupStatus, LauncherReport, environment_of
+from phalanx._src.launch.elastic.messages import NO_MAJORITY, GroupStatus, LauncherReport, environment_of
 from phalanx._src.launch.evaluator import Patience
 from phalanx._src.launch.group import Group, Start
 from phalanx._src.launch.outcome import Ending, in_words
@@ -102,6 +102,11 @@ class ElasticGroup(Group):
     def leader(self) -> int:
         """Index of the machine that holds the rendezvous."""
         return self._rendezvous.machine
+
+    @property
+    def is_cut_off(self) -> bool:
+        """Whether it has ended because other machines, which do not answer, may train without this one."""
+        return self._standing.hopeless.startswith(NO_MAJORITY)
 
     @property
     @override

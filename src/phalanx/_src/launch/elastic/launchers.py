@@ -9,7 +9,14 @@ from typing import TypeGuard, final
 
 from phalanx._src.cluster.connections.listener import Connection
 from phalanx._src.cluster.watch.meeting import Ping
-from phalanx._src.launch.elastic.messages import GroupStatus, GroupTerms, KillRequest, LauncherReport, Presence
+from phalanx._src.launch.elastic.messages import (
+    NO_MAJORITY,
+    GroupStatus,
+    GroupTerms,
+    KillRequest,
+    LauncherReport,
+    Presence,
+)
 from phalanx.errors import listed
 
 
@@ -65,6 +72,8 @@ class Launchers:
         self._patience_s, self._kill_here, self._selector, self._clock = patience_s, kill, selector, clock
         self._here, self._all = here, [MachineLauncher(self._until_s) for _ in range(count)]
         self.dropped: set[int] = set()
+        self._new: set[int] = set()
+        """The machines whose launcher knows nothing of the present generation, which may have been followed by others without this machine."""
         self.ended: set[int] = set()
         self.has_finished, self._terms = False, terms
 
@@ -117,7 +126,11 @@ class Launchers:
         """
         # Those whose launcher has ended train no more: it ends, or its guard ends, all processes of its machine.
         voters = sorted(machines - self.ended)
-        here = [machine for machine in voters if machine not in self.silent(machines, since_s)]
+        silent = self.silent(machines, since_s)
+        if not silent.intersection(voters):
+            return True
+        # What a launcher does not know may have been followed by a generation without this machine.
+        here = [machine for machine in voters if machine not in silent | self._new]
         return 2 * len(here) > len(voters) or (2 * len(here) == len(voters) and voters[:1] == here[:1])
 
     @property
@@ -142,7 +155,7 @@ class Launchers:
         if hopeful < least:
             return f"too few workers are left, {hopeful} of at least {least}{f', {waited}' if lost else ''}"
         if not self.are_majority(machines):
-            return f"the machines that are left are no majority, so others may train without them, {waited}"
+            return f"{NO_MAJORITY}, so others may train without them, {waited}"
         return ""
 
     def knows(self, machine: object) -> TypeGuard[int]:
@@ -150,8 +163,14 @@ class Launchers:
         # For Python, `true` of JSON is an integer.
         return type(machine) is int and 0 <= machine < len(self._all) and machine != self._here
 
-    def connect(self, machine: int, peer: Connection) -> None:
-        """Takes the connection of a launcher, which may have had another one before."""
+    def connect(self, machine: int, peer: Connection, *, is_new: bool = False) -> None:
+        """Takes the connection of a launcher, which may have had another one before.
+
+        Args:
+          machine: index of its machine.
+          peer: the connection.
+          is_new: whether it knows nothing of the present generation.
+        """
         if before := self._all[machine].peer:
             # It has lost its connection, or it is a mistake of the user, who learns of it here.
             before.say(
@@ -161,9 +180,14 @@ class Launchers:
             )
         self._lose(self._all[machine])
         self.ended.discard(machine)
+        (self._new.add if is_new else self._new.discard)(machine)
         launcher = self._all[machine] = MachineLauncher(self._until_s, peer)
         self._selector.register(peer, selectors.EVENT_READ, launcher)
         peer.say(GroupTerms(self._terms))
+
+    def begin(self) -> None:
+        """Must be called when a generation is formed, of which all launchers that are connected will know."""
+        self._new.clear()
 
     def note(self, report: LauncherReport, launcher: MachineLauncher | None = None) -> set[int]:
         """Takes a report of a launcher, by default of that of this machine. Returns the processes that have started since the last one."""

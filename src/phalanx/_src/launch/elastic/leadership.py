@@ -72,6 +72,8 @@ class Leadership(threading.Thread):
         self._patience_s, self._secret = start_timeout_s(environment), secret_of(machines.addresses, environment)
         self._is_over, self._lock = threading.Event(), threading.Lock()
         self._report = LauncherReport()
+        self._ended: dict[int, int] = {}
+        """The generation in which the launcher of a machine that held the rendezvous has ended."""
         self._role = role = self._begin()
         self.addresses = (
             (role.address,) if isinstance(role, Rendezvous) and not machines.addresses else machines.addresses
@@ -134,7 +136,10 @@ class Leadership(threading.Thread):
     def _follow(self, lost: RemoteRendezvous) -> None:
         """Looks for the rendezvous that takes the place of a lost one, and holds it if no other machine does."""
         since_s, least = time.monotonic(), lost.standing.generation
-        ended = {lost.machine} if lost.has_ended else set[int]()
+        if lost.has_ended:
+            self._ended[lost.machine] = least
+        # Those of earlier generations may have come back since.
+        ended = {machine for machine, generation in self._ended.items() if generation == least}
         ahead = sum(machine not in (lost.machine, self._machines.index) for machine in range(self._machines.index))
         while not self._is_over.wait(_LOOK_S / 5):
             # Before the look, which takes its time if a machine does not answer, while another one takes over.
@@ -143,7 +148,7 @@ class Leadership(threading.Thread):
                 # The machine may have come back, and know nothing of the others yet.
                 if presence.generation >= least:
                     with suppress(OSError, StartupError):
-                        self._take(self._joined(presence))
+                        self._take(self._joined(presence, lost.standing))
                         return
             if not is_turn:
                 continue
@@ -167,7 +172,7 @@ class Leadership(threading.Thread):
                 presence.generation == weak.generation and presence.machine < self._machines.index
             ):
                 with suppress(OSError, StartupError):
-                    role = self._joined(presence)
+                    role = self._joined(presence, weak.report(self._report))
                     weak.end(presence)
                     self._take(role)
                     return
@@ -191,11 +196,18 @@ class Leadership(threading.Thread):
             ended=ended,
         )
 
-    def _joined(self, presence: Presence) -> RemoteRendezvous:
-        """Returns the connection with the rendezvous of another machine."""
+    def _joined(self, presence: Presence, before: GroupStatus = NO_STATUS) -> RemoteRendezvous:
+        """Returns the connection with the rendezvous of another machine.
+
+        Args:
+          presence: where it is.
+          before: the last state of the training that this machine knows.
+        """
         address = self._machines.addresses[presence.machine]
-        connection = visit(address, self._secret, {"machine": self._machines.index}, _VISIT_S)
-        return RemoteRendezvous(presence.machine, address, connection, self._kill, self._terms)
+        connection = visit(
+            address, self._secret, {"machine": self._machines.index, "generation": before.generation}, _VISIT_S
+        )
+        return RemoteRendezvous(presence.machine, address, connection, self._kill, self._terms, before=before)
 
     def _look(self, *, is_strict: bool = False) -> list[Presence]:
         """Returns where other machines hold a rendezvous, the one with the latest generation first.

@@ -107,6 +107,9 @@ class GroupMembers:
             member.generation, member.rank = self.generation, state.rank
             self.awaited.discard(member.number)
             self.gone.discard(member.number)
+        elif not state.generation:
+            # It has taken the place of the one that was in the generation.
+            self.awaited.discard(member.number)
         return True
 
     def remove(self, member: GroupMember) -> None:

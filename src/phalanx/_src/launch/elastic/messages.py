@@ -69,6 +69,8 @@ class GroupStatus(Message):
     is_needed: bool = False
 
 
+NO_MAJORITY = "the machines that are left are no majority"
+"""How `GroupStatus.hopeless` begins if others may train without this machine."""
 NO_STATUS = GroupStatus()
 """The state before a training run begins."""
 

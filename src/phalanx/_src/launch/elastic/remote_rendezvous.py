@@ -12,7 +12,14 @@ from phalanx._src.cluster.connections.listener import Connection
 from phalanx._src.cluster.connections.messages import SignOfLife
 from phalanx._src.cluster.connections.ports import cut
 from phalanx._src.cluster.watch.meeting import Ping
-from phalanx._src.launch.elastic.messages import GroupStatus, GroupTerms, KillRequest, LauncherReport, Presence
+from phalanx._src.launch.elastic.messages import (
+    NO_STATUS,
+    GroupStatus,
+    GroupTerms,
+    KillRequest,
+    LauncherReport,
+    Presence,
+)
 from phalanx.errors import StartupError
 
 _ANSWER_S = 30.0
@@ -28,6 +35,7 @@ class RemoteRendezvous(threading.Thread):
       connection: a connection with it.
       kill: called with the number of a process of this machine that keeps the others from continuing, and the reason.
       terms: what that machine must have been given too. See `GroupTerms`.
+      before: the last state of the training that this machine knows.
 
     Attributes:
       machine: index of the machine that holds it.
@@ -39,11 +47,18 @@ class RemoteRendezvous(threading.Thread):
     """
 
     def __init__(
-        self, machine: int, address: str, connection: Connection, kill: Callable[[int, str], None], terms: str
+        self,
+        machine: int,
+        address: str,
+        connection: Connection,
+        kill: Callable[[int, str], None],
+        terms: str,
+        *,
+        before: GroupStatus = NO_STATUS,
     ) -> None:
         super().__init__(name="phalanx-rendezvous", daemon=True)
         self.machine, self._connection, self._kill = machine, connection, kill
-        self._told, self.standing = LauncherReport(), GroupStatus()
+        self._told, self.standing = LauncherReport(), before
         self._messages = connection.messages((GroupStatus, GroupTerms, KillRequest, Ping, Presence))
         # No message may begin inside another one.
         self._saying = threading.Lock()

@@ -21,6 +21,7 @@ from phalanx._src.cluster.connections.listener import Connection, Listener, expe
 from phalanx._src.cluster.connections.secret import secret_of
 from phalanx._src.cluster.resolvers.base import start_timeout_s
 from phalanx._src.cluster.watch import meeting
+from phalanx._src.cluster.watch.contact import ANSWER_S
 from phalanx._src.launch.elastic.launchers import Launchers, MachineLauncher
 from phalanx._src.launch.elastic.members import GroupMember, GroupMembers
 from phalanx._src.launch.elastic.messages import NO_STATUS, GroupStatus, LauncherReport, Presence
@@ -155,6 +156,8 @@ class Rendezvous(threading.Thread):
             self._launchers.has_finished = True
         # A process whose connection is closed may still be ending. The report without it says whether its program has finished.
         is_left = not members.survivors and not members.awaited and not members.gone & self._launchers.running
+        # Those of machines that do not answer have not ended.
+        is_left = is_left and self._launchers.are_majority(members.machines)
         return GroupStatus(
             members.generation,
             members.steps,
@@ -197,7 +200,10 @@ class Rendezvous(threading.Thread):
             peer.close()
             return
         if self._launchers.knows(machine):
-            self._launchers.connect(machine, peer)
+            # It may have missed the last one.
+            known = peer.hello.get("generation")
+            is_new = type(known) is not int or known < max(1, self.generation - 1)
+            self._launchers.connect(machine, peer, is_new=is_new)
             return
         if type(number) is not int:
             peer.close()
@@ -206,6 +212,7 @@ class Rendezvous(threading.Thread):
         if number in self._members.connected:
             self._forget(self._members.connected[number])
         self._launchers.dropped.discard(number)
+        expect_answers(peer.socket, ANSWER_S)
         member = self._members.connected[number] = GroupMember(number, peer, self._clock())
         self._selector.register(peer, selectors.EVENT_READ, member)
         # A late process makes its variables alone, before it meets the others. See `Training.enter`.
@@ -341,6 +348,7 @@ class Rendezvous(threading.Thread):
             self._end_all(f"{e}")
             return
         self._members.form(members)
+        self._launchers.begin()
         # Before the processes: the launcher that takes over the rendezvous must know who they are.
         self._launchers.tell(self._standing())
         self._members.tell(members, service)
