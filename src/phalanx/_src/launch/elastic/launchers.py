@@ -104,11 +104,6 @@ class Launchers:
         # The launcher of this machine makes its first report in a moment.
         return [index for index, each in enumerate(self._all) if each.report is None and index != self._here]
 
-    @property
-    def unknown(self) -> set[int]:
-        """The indices of the machines that may still train, although their launchers are not connected."""
-        return {*self.missing} - self.ended
-
     def silent(self, machines: Set[int], since_s: float) -> set[int]:
         """Returns those of these machines that have not answered since a time, and may still train."""
         unheard = {i for i, each in enumerate(self._all) if each.heard_s < since_s and i != self._here}

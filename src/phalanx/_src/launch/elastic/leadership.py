@@ -6,9 +6,10 @@ none takes it over, with the last state of the training that it knows. Two may d
 generation only if most machines of the last one are with it (see `Launchers.are_majority`), and one without them yields to another one.
 """
 
+import functools
 import threading
 import time
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import final
@@ -66,9 +67,11 @@ class Leadership(threading.Thread):
         is_interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(name="phalanx-leadership", daemon=True)
-        self._least, self._environment, self._kill, self._say = least, environment, kill, say
-        self._machines, self._share, self._is_interrupted = machines, share, is_interrupted
+        self._machines, self._kill, self._say, self._is_interrupted = machines, kill, say, is_interrupted
         self._terms = f"--workers {least}:{share * machines.count} on {machines.count} machines"
+        self._held = functools.partial(
+            Rendezvous, least, environment, kill, say, machines, share=share, terms=self._terms
+        )
         self._patience_s, self._secret = start_timeout_s(environment), secret_of(machines.addresses, environment)
         self._is_over, self._lock = threading.Event(), threading.Lock()
         self._report = LauncherReport()
@@ -153,7 +156,7 @@ class Leadership(threading.Thread):
             if not is_turn:
                 continue
             try:
-                self._take(self._held(lost.standing, ended))
+                self._take(self._held(before=lost.standing, ended=ended))
             except StartupError as e:
                 if time.monotonic() - since_s > self._patience_s:
                     lost.give_up(f"{e.asked}: {e.found}".rstrip("."))
@@ -182,19 +185,6 @@ class Leadership(threading.Thread):
             role.report(self._report)
             role.start()
             self._role = role
-
-    def _held(self, before: GroupStatus = NO_STATUS, ended: Set[int] = frozenset()) -> Rendezvous:
-        return Rendezvous(
-            self._least,
-            self._environment,
-            self._kill,
-            self._say,
-            self._machines,
-            share=self._share,
-            terms=self._terms,
-            before=before,
-            ended=ended,
-        )
 
     def _joined(self, presence: Presence, before: GroupStatus = NO_STATUS) -> RemoteRendezvous:
         """Returns the connection with the rendezvous of another machine.

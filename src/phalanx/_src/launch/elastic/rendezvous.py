@@ -257,7 +257,7 @@ class Rendezvous(threading.Thread):
             if number in self._launchers.running:
                 if late_s > 3 * _SILENCE_S:
                     self._launchers.kill(number, "has not come to the machine that now coordinates the group")
-            elif late_s > 0 or not self._launchers.unknown:
+            elif late_s > 0 or {*self._launchers.missing} <= self._launchers.ended:
                 self._members.awaited.discard(number)
                 self._members.gone.add(number)
 
