@@ -156,7 +156,7 @@ class Leadership(threading.Thread):
             if not is_turn:
                 continue
             try:
-                self._take(self._held(before=lost.standing, ended=ended))
+                role = self._held(before=lost.standing, ended=ended)
             except StartupError as e:
                 if time.monotonic() - since_s > self._patience_s:
                     lost.give_up(f"{e.asked}: {e.found}".rstrip("."))
@@ -166,6 +166,7 @@ class Leadership(threading.Thread):
             self._say(
                 f"The launcher at {address}, which coordinated all machines, is gone. This machine takes its place."
             )
+            self._take(role)
             return
 
     def _yield(self, weak: Rendezvous) -> None:
