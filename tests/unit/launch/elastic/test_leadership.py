@@ -34,18 +34,17 @@ class Places:
 
     def __init__(self, count):
         self.addresses = tuple(f"127.0.0.1:{port}" for port in free_ports(count))
-        self.launchers, self.members, self.killed, self.said, self._others = {}, {}, [], [], []
+        self.launchers, self.members, self.killed, self.said = {}, {}, [], []
 
     def __enter__(self):
         return self
 
     def __exit__(self, *_):
-        for member in [*self.members.values(), *self._others]:
+        for member in self.members.values():
             member.is_leaving = True
             member.close()
-        for each in [*self.launchers.values(), *self._others]:
-            with suppress(AttributeError):
-                each.end()
+        for launcher in self.launchers.values():
+            launcher.end()
 
     def start(self, *machines, least=1):
         """Starts the launchers of these machines, and reports that the process of each runs."""

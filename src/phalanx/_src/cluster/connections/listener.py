@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from errno import ECONNRESET
 from socket import IPPROTO_TCP, SHUT_WR, TCP_NODELAY
 from types import MappingProxyType
-from typing import Any, Self, final
+from typing import Any, Self, TypeVar, final
 
 from phalanx._src.cluster.connections.hosts import LOOPBACK, joined
 from phalanx._src.cluster.connections.messages import M, Message, SignOfLife, decoded, encoded, parsed
@@ -48,9 +48,12 @@ _FRESH_S = 20.0
 """Longest time in seconds since the last answer of a machine after which a reset means that the process there has ended."""
 _LAST_ANSWER = 56
 """Offset of the time since the last answer, in milliseconds, in `struct tcp_info` of Linux."""
+_SILENT = "it closes the connection, or is silent"
 _FIRST_RETRY_S = 0.005
 RETRY_S = 0.1
 """Time between two attempts to connect, in seconds. It grows to this, because processes that meet again are there at once."""
+
+T = TypeVar("T")
 
 _of_this_process: "weakref.WeakSet[Socket]" = weakref.WeakSet()
 """The sockets of all connections. A child that is forked, for example by a data loader, would keep those of a killed process open."""
@@ -319,17 +322,10 @@ def enter(address: str, secret: Secret, hello: Mapping[str, Any], timeout_s: flo
       OSError: no process that knows the secret has answered in time. The error says what happened instead.
       StartupError: only one of the two ends knows the secret.
     """
-    deadline_s, pause_s = time.monotonic() + timeout_s, _FIRST_RETRY_S
-    cause = OSError("it closes the connection, or is silent")
-    while (left_s := deadline_s - time.monotonic()) > 0:
-        try:
-            # The kernel repeats a dropped attempt after 1 s, 2 s, 4 s and so on. A new one is sooner.
-            return visit(address, secret, hello, min(left_s, _CONNECT_S))
-        except OSError as e:
-            cause = e
-        time.sleep(max(0.0, min(pause_s, deadline_s - time.monotonic())))
-        pause_s = min(2 * pause_s, RETRY_S)
-    raise cause
+    connection = _repeated(lambda left_s: visit(address, secret, hello, left_s), time.monotonic() + timeout_s)
+    if connection is None:
+        raise OSError(_SILENT)
+    return connection
 
 
 def visit(address: str, secret: Secret, hello: Mapping[str, Any], timeout_s: float = _CONNECT_S) -> Connection:
@@ -345,9 +341,7 @@ def visit(address: str, secret: Secret, hello: Mapping[str, Any], timeout_s: flo
         if said is not None:
             # It may be a program that has the port for a moment.
             cut(connection)
-            raise OSError(
-                f"another program answers there: {said[:40]!r}" if said else "it closes the connection, or is silent"
-            )
+            raise OSError(f"another program answers there: {said[:40]!r}" if said else _SILENT)
         stack.pop_all()
     connection.settimeout(None)
     expect_answers(connection)
@@ -363,12 +357,22 @@ def reach(address: str, deadline_s: float) -> socket.socket | None:
     Raises:
       OSError: no attempt has succeeded.
     """
+    return _repeated(lambda left_s: connect(address, left_s), deadline_s)
+
+
+def _repeated(attempt: Callable[[float], T], deadline_s: float) -> T | None:
+    """Repeats an attempt until it succeeds, and returns its result. See `reach`.
+
+    Args:
+      attempt: raises an OSError if it fails. Takes the most seconds that it may last.
+      deadline_s: the deadline of `time.monotonic`.
+    """
     cause: OSError | None = None
     pause_s = _FIRST_RETRY_S
     while (left_s := deadline_s - time.monotonic()) > 0:
         try:
             # The kernel repeats a dropped attempt after 1 s, 2 s, 4 s and so on. A new one is sooner.
-            return connect(address, min(left_s, _CONNECT_S))
+            return attempt(min(left_s, _CONNECT_S))
         except OSError as e:
             cause = e
             time.sleep(max(0.0, min(pause_s, deadline_s - time.monotonic())))

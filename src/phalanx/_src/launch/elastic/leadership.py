@@ -38,12 +38,12 @@ class Leadership(threading.Thread):
     """The rendezvous of a group, on whichever machine it is.
 
     Args:
-      least: number of processes without which no generation is formed.
-      environment: environment of the processes, with the secret.
-      kill: called with the number of a process of this machine that keeps the others from continuing, and the reason.
+      least: see `Rendezvous`.
+      environment: see `Rendezvous`.
+      kill: see `Rendezvous`.
       say: receives reports.
       machines: the machines of the group.
-      share: number of processes per machine.
+      share: see `Rendezvous`.
       is_interrupted: whether a signal has ended the wait for the machine with the rendezvous.
 
     Attributes:
