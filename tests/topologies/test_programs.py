@@ -67,8 +67,11 @@ STRATEGIES = {
     "fully_sharded": lambda: phalanx.MirroredStrategy(1, layout=phalanx.fully_sharded()),
 }
 GATHERED = {
-    f"gathered_by_{when}": lambda when=when: phalanx.MirroredStrategy(1, layout=phalanx.fully_sharded(gather=when))
+    f"gathered_by_{when}_x{count}": lambda count=count, when=when: phalanx.MirroredStrategy(
+        count, layout=phalanx.fully_sharded(gather=when)
+    )
     for when in ("step", "layer")
+    for count in (1, 4)
 }
 CENTRAL = {"central": lambda: phalanx.experimental.CentralStorageStrategy(["cpu:0"])}
 """Its variables are on one device of a machine, so it has no program for many machines."""
@@ -77,7 +80,7 @@ WHOLE = ("mirrored", "multi_worker", "tpu")
 
 
 @functools.cache
-def program(build, name, topology, policy="float32"):
+def program(build, name, topology, policy="float32", rows=64):
     """Compiles the first step of `fit`, and returns it with the number of trained parameters and of devices."""
     count = 0
 
@@ -91,7 +94,7 @@ def program(build, name, topology, policy="float32"):
                 keras.config.set_dtype_policy("float32")
             model.compile("adam", "mse")
         count = model.count_params()
-        model.fit(np.ones((64, *x)), np.ones((64, *y)), batch_size=64, verbose=0)
+        model.fit(np.ones((rows, *x)), np.ones((rows, *y)), batch_size=rows, verbose=0)
 
     (target,) = targets.parse([topology])
     found = at_first_step(train, lambda step: compiled(step.lower(target.devices(), step.layout)))
@@ -143,11 +146,16 @@ def deep():
     return (4096,), (4096,), keras.Sequential([keras.Input((4096,)), *layers])
 
 
-def test_a_device_holds_few_gathered_layers():
-    """With the gathers where the layers are, the temporary memory is that of four layers and the shards of the gradients."""
+@pytest.mark.parametrize(("count", "topology", "rows"), [(1, "v5e:4x4", 64), (4, "v5e:2x2", 15)])
+def test_a_device_holds_few_gathered_layers(count, topology, rows):
+    """With the gathers where the layers are, the temporary memory is that of four layers and the shards of the gradients.
+
+    So it is if one of four replicas has fewer rows, which must be known when the step is traced: on as many devices as the target has.
+    """
     kernel, shards = 2 * 4096**2, 8 * 2 * 4096**2 // 16
     by_step, by_layer = (
-        program(deep, f"gathered_by_{when}", "v5e:4x4", "bfloat16")[0].memory.temporary for when in ("step", "layer")
+        program(deep, f"gathered_by_{when}_x{count}", topology, "bfloat16", rows)[0].memory.temporary
+        for when in ("step", "layer")
     )
     assert by_layer < 4 * kernel + shards
     assert by_step > 7 * kernel

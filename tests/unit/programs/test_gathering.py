@@ -60,8 +60,8 @@ def test_results_are_those_of_whole_variables(name, dim):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), found, jax.tree.leaves(jax.jit(fn)(W, X)))
 
 
-def step_of(layers, gather):
-    """The text of a training step whose kernels are sharded over two replicas."""
+def step_of(layers, gather, rows):
+    """The text of a training step of some rows, whose kernels are sharded over two replicas."""
     strategy = phalanx.MirroredStrategy(2, layout=phalanx.fully_sharded(min_size=1, gather=gather))
     with strategy.scope():
         dense = [keras.layers.Dense(4, use_bias=False, activation="tanh") for _ in range(layers)]
@@ -69,22 +69,23 @@ def step_of(layers, gather):
         optimizer = keras.optimizers.SGD(0.1)
 
     @phalanx.function
-    def step():
-        def replica():
+    def step(batch):
+        def replica(batch):
             with phalanx.GradientTape() as tape:
-                loss = keras.ops.sum(model(X) ** 2)
+                loss = keras.ops.sum(model(batch) ** 2)
             optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
             return loss
 
-        return strategy.run(replica)
+        return strategy.run(replica, args=(batch,))
 
-    return step.lower().as_text()
+    return step.lower(next(iter(strategy.experimental_distribute_dataset([np.ones((rows, 4), "float32")])))).as_text()
 
 
+@pytest.mark.parametrize("rows", [4, 3, 1])
 @pytest.mark.parametrize(("gather", "times"), [("step", 0), ("layer", 5)])
-def test_forward_and_backward_pass_gather(gather, times):
+def test_forward_and_backward_pass_gather(gather, times, rows):
     """Three kernels, of which the backward pass needs two again: for the first one it needs only its input."""
-    assert step_of(3, gather).count("stablehlo.all_gather") == times
+    assert step_of(3, gather, rows).count("stablehlo.all_gather") == times
 
 
 def test_size_decides_unless_the_user_does():

@@ -4,14 +4,16 @@
 If all variables were gathered before the function, XLA would hold all of them until its end. Here each operation that needs a
 whole variable gathers it, including the operations of the backward pass, so that nothing is kept between the two. XLA schedules a
 gather as early as it can, which would be at once. Therefore a shard passes a barrier together with the other input of the operation.
+If replicas have different numbers of rows, `stages` divides their traces at these gathers, as at all other exchanges.
 
 Source: Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Data Parallel".
 """
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import compress
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import jax
 import numpy as np
@@ -22,15 +24,19 @@ from phalanx._src.compat import Variable, dtype_of, layout_path
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.programs.stages import consts_of, evaluate_alone, walk
+from phalanx._src.tracing.discovery import Discovery
 from phalanx._src.tracing.policy import policy_of
 from phalanx._src.typed_jax import optimization_barrier, shape_dtype
+from phalanx.typing import PyTree
 
 _CALLS = {"jit", "pjit", "closed_call", "core_call"}
 """Operations that evaluate a trace once, whose variables are gathered inside."""
 
 
-class GatheredLater(NamedTuple):
-    """What this replica holds of a variable.
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class GatheredLater:
+    """What this replica holds of a variable. A pytree of the shard.
 
     Args:
       array: the shard.
@@ -38,13 +44,18 @@ class GatheredLater(NamedTuple):
     """
 
     array: jax.Array
-    dim: int
+    dim: int = field(metadata={"static": True})
 
     def whole(self) -> jax.ShapeDtypeStruct:
         """Returns the shape of the variable."""
         shape = list(self.array.shape)
         shape[self.dim] *= lax.axis_size(REPLICA_AXIS)
         return shape_dtype(tuple(shape), self.array.dtype)
+
+
+def later(value: jax.Array, dim: int | None) -> jax.Array | GatheredLater:
+    """Returns a shard as a variable that is gathered later, or a value with `dim` None as it is."""
+    return value if dim is None else GatheredLater(value, dim)
 
 
 def dims_of(variables: Sequence[Variable], topology: Topology) -> list[int | None]:
@@ -63,6 +74,21 @@ def dims_of(variables: Sequence[Variable], topology: Topology) -> list[int | Non
 def evaluate(closed: jex.ClosedJaxpr, *inputs: jax.Array | GatheredLater) -> list[jax.Array]:
     """Evaluates a trace, some of whose inputs are a `GatheredLater` of what the trace takes."""
     return list(map(_gathered, walk(closed.jaxpr, closed.consts, inputs, _evaluate_one)))
+
+
+def run(discovery: Discovery, values: Sequence[Any], *args: PyTree) -> PyTree:
+    """Runs the trace of a replica and returns the result of the function.
+
+    Args:
+      discovery: the trace.
+      values: values of the variables, some of which may be a `GatheredLater`.
+      *args: arguments of the function.
+    """
+    flat = discovery.flat(values, [], *args)
+    if not any(map(_is_later, flat)):
+        return discovery.evaluate(values, [], *args)
+    trace = discovery.without_tapes(*(x.whole() if _is_later(x) else x for x in flat))
+    return discovery.result(evaluate(trace, *flat))
 
 
 def _evaluate_one(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
@@ -92,7 +118,7 @@ def _with_shards(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, values: list[Any]) -> list
                 # The operation reads what has passed the barrier. A barrier with an array that nobody reads behind it, such as the input
                 # of the operation before, lets libtpu 0.0.42 compile without end.
                 shard, values[beside] = optimization_barrier((shard, values[beside]))
-            values[i] = _gathered(value._replace(array=shard))
+            values[i] = _gathered(replace(value, array=shard))
     return evaluate_alone(jaxpr, eqn, values)
 
 

@@ -17,6 +17,7 @@ from jax.experimental import io_callback
 
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.mesh.values import ComponentSizes
+from phalanx._src.programs import gathering
 from phalanx._src.programs.stages import StagedTrace, Stages
 from phalanx._src.runtime.observers import Observer
 from phalanx._src.tracing.discovery import Discovery
@@ -282,7 +283,7 @@ def _traced(discovery: Discovery, inputs: Inputs) -> StagedTrace:
 
     def flat(*arrays: jax.Array) -> list[Any]:
         values, sharded, whole = tree.unflatten(arrays)
-        return jax.tree.leaves(discovery.evaluate(values, [], sharded, whole))
+        return jax.tree.leaves(gathering.run(discovery, values, sharded, whole))
 
     return StagedTrace(flat, leaves)
 

@@ -18,7 +18,6 @@ from phalanx._src.compat import dtype_of, is_new
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.mesh.values import ComponentSizes, PerReplica
 from phalanx._src.programs import explain, gathering, own_rows
-from phalanx._src.programs.gathering import GatheredLater
 from phalanx._src.programs.replica_call import ReplicaCall
 from phalanx._src.programs.stages import IndivisibleError
 from phalanx._src.programs.trace import executing_scope, trace, written_entries
@@ -116,8 +115,7 @@ class _Run:
         entries = [scope.entry(v) for v in discovery.variables]
         taken = [self._taken(scope, entry, written) for entry, written in zip(entries, discovery.written, strict=True)]
         whole = self._call.whole if self._steps is None else [self._steps, *self._call.whole]
-        is_one_step = self._steps is None and discovery.plan is None and not discovery.eager
-        dims = gathering.dims_of(discovery.variables, topology) if is_one_step else [None] * len(entries)
+        dims = [None] * len(entries) if discovery.eager else gathering.dims_of(discovery.variables, topology)
         body = functools.partial(self._body, discovery, dims=dims)
         outputs = self._shard_map(
             body, (_specs_of_values(discovery, dims), True, True, False), _specs_of_outputs(discovery)
@@ -238,16 +236,18 @@ class _Run:
         if any(each.outputs.nest != traces[0].outputs.nest for each in traces):
             raise IndivisibleError("another structure of what the function returns")
         values = [shape_dtype(tuple(v.shape), dtype_of(v)) for v in variables]
+        dims = gathering.dims_of(variables, self._strategy.topology)
         # `eval_shape` returns shapes only, so the program leaves the traced function through a list.
         made: list[own_rows.DividedProgram] = []
 
         def body(values: PyTree, sharded: PyTree, whole: PyTree) -> PyTree:
+            values = list(map(gathering.later, values, dims))
             inputs = [own_rows.Inputs(values, _first(each), whole) for each in sharded]
             made.append(own_rows.DividedProgram(traces, used, inputs))
             return jnp.zeros((1,))
 
         jax.eval_shape(
-            self._shard_map(body, (list(map(_along, traces[0].dims)), True, False), _along(0)),
+            self._shard_map(body, (_specs_of_values(traces[0], dims), True, False), _along(0)),
             values,
             [share.shapes(sharded) for share in used],
             whole,
@@ -267,15 +267,11 @@ class _Run:
         # One trace, divided only so that the observers see where the replica's own part ends.
         if plan is None and seeing:
             plan = own_rows.DividedProgram([discovery], [], [inputs])
-        outputs: _ReplicaOutputs
-        if plan is None and any(isinstance(x, GatheredLater) for x in state):
-            flat = discovery.flat(state, [], sharded, whole)
-            trace = discovery.without_tapes(*(x.whole() if isinstance(x, GatheredLater) else x for x in flat))
-            outputs = discovery.result(gathering.evaluate(trace, *flat))
-        elif plan is None:
-            outputs = discovery.evaluate(state, [], sharded, whole)
-        else:
-            outputs = plan.run(inputs, self._call.num_rows, seeing, may_be_empty=any(self._call.is_empty))
+        outputs: _ReplicaOutputs = (
+            gathering.run(discovery, state, sharded, whole)
+            if plan is None
+            else plan.run(inputs, self._call.num_rows, seeing, may_be_empty=any(self._call.is_empty))
+        )
         return outputs
 
     def _warn_of_slips(self, discovery: Discovery) -> None:
@@ -328,11 +324,7 @@ class _Run:
     ) -> _ReplicaOutputs:
         """Runs the program of one replica."""
         state = [
-            GatheredLater(value, dim)
-            if dim is not None
-            else first_component(policy_of(variable), value)
-            if part is None
-            else part[0]
+            gathering.later(first_component(policy_of(variable), value) if part is None else part[0], dim)
             for variable, value, part, dim in zip(discovery.variables, values, parts, dims, strict=True)
         ]
         sharded = _first(sharded)
