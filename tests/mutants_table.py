@@ -673,6 +673,27 @@ FAULTS = [
         "unit/tracing/test_policy.py unit/programs/test_replicas.py",
     ),
     Fault(
+        "a checkpoint gathers twice in the backward pass",
+        "gathering:_recomputed",
+        "GatheredLater(array, x.dim, [])",
+        "GatheredLater(array, x.dim)",
+        "unit/programs/test_gathering.py",
+    ),
+    Fault(
+        "a checkpoint is computed again before its gradient is there",
+        "gathering:_recomputed",
+        "optimization_barrier([x.array if _is_later(x) else x for x in values])",
+        "[x.array if _is_later(x) else x for x in values]",
+        "unit/programs/test_gathering.py",
+    ),
+    Fault(
+        "gradients of many layers wait for one message",
+        "gathering:compiler_options",
+        "_COMBINED_BYTES // topology.num_replicas",
+        "_COMBINED_BYTES",
+        "unit/programs/test_gathering.py",
+    ),
+    Fault(
         "a slot that a replica function reads is a shard",
         "entry:ShardEntry._gathered",
         "return update_sharding.whole_of(shard, self._dim)",

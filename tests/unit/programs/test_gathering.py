@@ -1,6 +1,7 @@
 """Variables that are gathered where a trace uses them."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +22,11 @@ W = np.arange(16, dtype="float32").reshape(4, 4)
 X = np.linspace(-1, 1, 12, dtype="float32").reshape(3, 4)
 
 
+def remat(w, x):
+    """A number is among the inputs of the backward pass."""
+    return jax.grad(lambda a: jax.checkpoint(lambda b, k: jnp.tanh(jnp.tanh(x @ b) @ b.T * k).sum())(a, 2.0))(w)
+
+
 def loop(w, x):
     """The variable is the same in each step of a scan."""
     return lax.scan(lambda c, _: (jnp.tanh(c @ w), None), x, None, length=3)[0]
@@ -37,8 +43,20 @@ FUNCTIONS = {
     "twice": lambda w, x: (x @ w) @ w + w.sum(),
     "unchanged": lambda w, x: (w, x),
     "with nothing else": lambda w, x: jnp.sin(w),
+    "the gradient of a checkpoint": remat,
     "its gradient": lambda w, x: jax.grad(lambda a: jnp.tanh(x @ a @ a).sum())(w),
 }
+
+
+def of_shards(fn, dim):
+    """A program of two replicas that computes `fn(w, x)` from shards of `w`."""
+
+    def replica(shard, x):
+        value = GatheredLater(shard, dim)
+        return gathering.evaluate(jax.make_jaxpr(fn)(value.whole(), x), value, x)
+
+    specs = PartitionSpec(*(None,) * dim, REPLICA_AXIS), PartitionSpec()
+    return jax.jit(jax.shard_map(replica, mesh=MESH, in_specs=specs, out_specs=PartitionSpec(), check_vma=False))
 
 
 @pytest.mark.cover(
@@ -50,14 +68,17 @@ def test_results_are_those_of_whole_variables(name, dim):
     """Whatever a function does with a variable."""
     fn = FUNCTIONS[name]
 
-    def replica(shard, x):
-        value = GatheredLater(shard, dim)
-        return gathering.evaluate(jax.make_jaxpr(fn)(value.whole(), x), value, x)
-
-    spec = PartitionSpec(*(None,) * dim, REPLICA_AXIS)
-    mapped = functools.partial(jax.shard_map, mesh=MESH, out_specs=PartitionSpec(), check_vma=False)
-    found = jax.jit(mapped(replica, in_specs=(spec, PartitionSpec())))(W, X)
+    found = of_shards(fn, dim)(W, X)
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), found, jax.tree.leaves(jax.jit(fn)(W, X)))
+
+
+def test_a_checkpoint_gathers_once_per_pass():
+    """Its backward pass shares what it gathers, waits for the gradient, and gives the next one away when it is complete."""
+    fn = jax.grad(lambda w, x: jnp.cos(jax.checkpoint(lambda a, b: jnp.tanh(b @ a))(w, x)).sum(), argnums=(0, 1))
+    text = of_shards(fn, 0).lower(W, X).as_text()
+    assert text.count('"stablehlo.all_gather"') == 2
+    barriers = re.findall(r"optimization_barrier (.*?) :", text)
+    assert [len(operands.split(",")) for operands in barriers] == [2, 3, 2, 1]
 
 
 def step_of(layers, gather, rows):
@@ -94,3 +115,23 @@ def test_size_decides_unless_the_user_does():
     assert [layout.gathers_by_layer(n) for n in ((1 << 30) - 1, 1 << 30)] == [False, True]
     assert phalanx.fully_sharded(gather="layer").gathers_by_layer(1)
     assert not phalanx.fully_sharded(gather="step").gathers_by_layer(1 << 40)
+
+
+@pytest.mark.parametrize(
+    ("gather", "platform", "flags", "limit"),
+    [
+        ("layer", "gpu", "", 15 << 20),
+        ("layer", "gpu", "--xla_gpu_reduce_scatter_combine_threshold_bytes=9", None),
+        ("layer", "cpu", "", None),
+        ("step", "gpu", "", None),
+    ],
+)
+def test_gradients_in_one_message_are_limited(monkeypatch, gather, platform, flags, limit):
+    """On GPUs, where XLA counts shards. A flag of the user decides before."""
+    monkeypatch.setattr(gathering, "device_name", lambda device: f"{platform}:{device.id}")
+    monkeypatch.setenv("XLA_FLAGS", flags)
+    strategy = phalanx.MirroredStrategy(2, layout=phalanx.fully_sharded(min_size=1, gather=gather))
+    with strategy.scope():
+        kernel = keras.Variable(np.zeros((4, 4)))
+    options = gathering.compiler_options([kernel], strategy.topology)
+    assert options.get("xla_gpu_reduce_scatter_combine_threshold_bytes") == limit

@@ -10,6 +10,7 @@ Source: Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Da
 """
 
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
@@ -21,6 +22,7 @@ from jax import lax
 from jax.extend import core as jex
 
 from phalanx._src.compat import Variable, dtype_of, layout_path
+from phalanx._src.mesh.devices import device_name
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.programs.stages import consts_of, evaluate_alone, walk
@@ -32,6 +34,16 @@ from phalanx.typing import PyTree
 _CALLS = {"jit", "pjit", "closed_call", "core_call"}
 """Operations that evaluate a trace once, whose variables are gathered inside."""
 
+_CHECKPOINTS = {"checkpoint", "remat2"}
+"""The operation of `jax.checkpoint`, which evaluates a trace once, too."""
+
+_COMBINED = "xla_gpu_reduce_scatter_combine_threshold_bytes"
+"""An option of XLA: the bytes of shards up to which one message carries several gradients. Those wait for each other before they are summed."""
+
+# XLA's default is the same number, but of the bytes of shards: on 16 replicas, gradients of 480 MB would wait.
+_COMBINED_BYTES = 30 << 20
+"""The bytes of gradients that one message carries, unless it carries a single one."""
+
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
@@ -41,10 +53,12 @@ class GatheredLater:
     Args:
       array: the shard.
       dim: the dim along which the variable is sharded.
+      gathered: the variable, once an operation has gathered it. None if each operation gathers it for itself.
     """
 
     array: jax.Array
     dim: int = field(metadata={"static": True})
+    gathered: list[jax.Array] | None = field(default=None, metadata={"static": True})
 
     def whole(self) -> jax.ShapeDtypeStruct:
         """Returns the shape of the variable."""
@@ -69,6 +83,14 @@ def dims_of(variables: Sequence[Variable], topology: Topology) -> list[int | Non
         math.prod(v.shape) * np.dtype(dtype_of(v)).itemsize for v in compress(variables, [d is not None for d in dims])
     )
     return dims if topology.layout.gathers_by_layer(sum(sizes)) else none
+
+
+def compiler_options(variables: Sequence[Variable], topology: Topology) -> dict[str, int]:
+    """Returns the options of XLA for a program that gathers some of these variables where it uses them."""
+    if not any(dim is not None for dim in dims_of(variables, topology)) or _COMBINED in os.environ.get("XLA_FLAGS", ""):
+        return {}
+    is_gpu = device_name(topology.devices[0]).startswith("gpu:")
+    return {_COMBINED: _COMBINED_BYTES // topology.num_replicas} if is_gpu else {}
 
 
 def evaluate(closed: jex.ClosedJaxpr, *inputs: jax.Array | GatheredLater) -> list[jax.Array]:
@@ -100,12 +122,14 @@ def _with_shards(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, values: list[Any]) -> list
     """Evaluates an operation, some of whose inputs are shards."""
     name, first = eqn.primitive.name, values[0]
     if name in _CALLS:
-        (inner,) = jex.jaxprs_in_params(eqn.params)
-        return walk(inner, consts_of(eqn), values, _evaluate_one)
+        return _opened(eqn, values)
+    if name in _CHECKPOINTS:
+        return _recomputed(eqn, values) if eqn.params["differentiated"] else _opened(eqn, values)
     # These move no element from one replica to another. A cast to a shorter dtype comes before the gather.
     if name == "convert_element_type":
-        return [GatheredLater(lax.convert_element_type(first.array, eqn.params["new_dtype"]), first.dim)]
-    if name == "transpose":
+        cast = lax.convert_element_type(first.array, eqn.params["new_dtype"])
+        return [GatheredLater(cast, first.dim, None if first.gathered is None else [])]
+    if name == "transpose" and first.gathered is None:
         order = tuple(eqn.params["permutation"])
         return [GatheredLater(lax.transpose(first.array, order), order.index(first.dim))]
     places = [i for i, v in enumerate(eqn.invars) if isinstance(v, jex.Var) and not _is_later(values[i])]
@@ -114,7 +138,7 @@ def _with_shards(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, values: list[Any]) -> list
     for i, value in enumerate(values):
         if _is_later(value):
             shard = value.array
-            if beside is not None:
+            if beside is not None and not value.gathered:
                 # The operation reads what has passed the barrier. A barrier with an array that nobody reads behind it, such as the input
                 # of the operation before, lets libtpu 0.0.42 compile without end.
                 shard, values[beside] = optimization_barrier((shard, values[beside]))
@@ -122,11 +146,39 @@ def _with_shards(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, values: list[Any]) -> list
     return evaluate_alone(jaxpr, eqn, values)
 
 
+def _opened(eqn: jex.JaxprEqn, values: Sequence[Any]) -> list[Any]:
+    """Evaluates the trace of a call."""
+    (inner,) = jex.jaxprs_in_params(eqn.params)
+    return walk(inner, consts_of(eqn), values, _evaluate_one)
+
+
+def _recomputed(eqn: jex.JaxprEqn, values: Sequence[Any]) -> list[Any]:
+    """Evaluates the backward pass of a checkpoint. What it computes again and what it does then share what they gather.
+
+    As JAX does, it waits for all inputs, among them the gradients. Otherwise XLA would keep what the forward pass has computed.
+    """
+    activations = max((np.size(x) for x in values if not _is_later(x)), default=0)
+    waiting = optimization_barrier([x.array if _is_later(x) else x for x in values])
+    inputs = [
+        GatheredLater(array, x.dim, []) if _is_later(x) else array for x, array in zip(values, waiting, strict=True)
+    ]
+    results = _opened(eqn, inputs)
+    # XLA would compute the gradients of biases at the end of the step, and keep the larger gradients of activations until then.
+    early = [i for i, x in enumerate(results) if not _is_later(x) and np.size(x) <= activations]
+    for i, array in zip(early, optimization_barrier([results[i] for i in early]), strict=True):
+        results[i] = array
+    return results
+
+
 def _gathered(value: jax.Array | GatheredLater) -> jax.Array:
     """Returns a whole variable, given its shard. Other values are returned unchanged."""
     if not isinstance(value, GatheredLater):
         return value
+    if value.gathered:
+        return value.gathered[0]
     whole: jax.Array = lax.all_gather(value.array, REPLICA_AXIS, axis=value.dim, tiled=True)
+    if value.gathered is not None:
+        value.gathered.append(whole)
     return whole
 
 
