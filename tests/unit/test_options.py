@@ -10,12 +10,15 @@ import pytest
 import phalanx
 from phalanx import ReduceOp, RunOptions
 from phalanx._src.options import InputOptions, InputReplicationMode
+from phalanx.elastic import ElasticOptions
 from phalanx.errors import InvalidArgumentError, ReduceOpError
 from phalanx.experimental import (
     CollectiveCommunication,
     CollectiveHints,
     CommunicationImplementation,
     CommunicationOptions,
+    PowerSGD,
+    TopK,
 )
 from phalanx.tpu import XLAOptions
 
@@ -58,6 +61,13 @@ def test_implementation_takes_names_and_members():
             lambda: CommunicationOptions(wire_dtype="int8"),
             'wire_dtype=\'int8\': must be "bfloat16" or None.\nHINT: wire_dtype="bfloat16"',
         ),
+        (lambda: TopK(1.0), "fraction=1.0: must be a number between 0 and 1.\nHINT: fraction=0.01"),
+        (
+            lambda: CommunicationOptions(compression="float8"),
+            "compression='float8': must be .*int8.*, a PowerSGD, a TopK or None.\nHINT: compression=\"int8\"",
+        ),
+        (lambda: CommunicationOptions(compression=PowerSGD), "HINT: compression=PowerSGD\\(rank=2\\)"),
+        (lambda: ElasticOptions(copy_every=0), "copy_every=0: must be a positive integer.\nHINT: copy_every=100"),
         (lambda: RunOptions(eager=1), "eager=1: must be True or False"),
         (lambda: RunOptions("yes"), "experimental_enable_dynamic_batch_size='yes': must be True or False"),
         (

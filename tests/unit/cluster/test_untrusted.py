@@ -14,6 +14,7 @@ from phalanx._src.cluster.untrusted import (
     new_file,
     open_data,
     open_to_append,
+    opened_folder,
     parse_json,
     read_data,
     require_memory,
@@ -144,6 +145,26 @@ def test_nothing_is_written_through_links(tmp_path, make, opened):
         opened(tmp_path / "file")
     assert (tmp_path / "victim").read_text() == "mine"
     assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_lines_are_appended_to_a_file(tmp_path):
+    """A new one, or one that is there already; never to a device."""
+    for line in ("first\n", "second\n"):
+        with open_to_append(tmp_path / "file") as opened:
+            opened.write(line)
+    assert (tmp_path / "file").read_text() == "first\nsecond\n"
+    with pytest.raises(OSError, match="It is a device or a pipe"):
+        open_to_append(Path("/dev/null"))
+
+
+def test_folder_is_opened_but_not_made(tmp_path):
+    for _ in range(2):
+        with pytest.raises(FileNotFoundError), opened_folder(tmp_path / "folder", tmp_path):
+            pass
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "folder" / "file").touch()
+    with opened_folder(tmp_path / "folder", tmp_path) as descriptor:
+        assert os.listdir(descriptor) == ["file"]
 
 
 def test_link_in_place_of_a_folder_is_not_followed(tmp_path):

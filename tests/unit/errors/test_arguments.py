@@ -1,12 +1,15 @@
 """Checks of arguments: what passes comes back, what does not is shown with what it must be."""
 
 import collections.abc
+import functools
+import re
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from phalanx.errors import ClusterTypeError, InvalidArgumentError, arguments
+from phalanx.errors import ClusterTypeError, InvalidArgumentError, MissingDependencyError, arguments
 
 
 class Options:
@@ -29,6 +32,7 @@ class BytesPath:
         (lambda: arguments.flag("f", False), False),
         (lambda: arguments.function("fn", len, "len"), len),
         (lambda: arguments.path("p", Path("folder") / "name"), "folder/name"),
+        (lambda: arguments.local_path("p", Path("folder") / "name"), "folder/name"),
         (lambda: arguments.instance("e", 3, int, "1"), 3),
         (lambda: arguments.of_call([1, 2], {"x": 3}), ((1, 2), {"x": 3})),
         (lambda: arguments.of_call((), None), ((), {})),
@@ -52,6 +56,11 @@ def test_values_that_fit_come_back(check, expected):
         (lambda: arguments.path("p", BytesPath()), "must be a path."),
         (lambda: arguments.path("p", "a\0b"), "must be a path."),
         (lambda: arguments.path("p", "a\ud800"), "must be a path."),
+        (
+            lambda: arguments.local_path("p", "gs://bucket/logs"),
+            "p='gs://bucket/logs': is a folder of a store, but must be one of a file system. Checkpoint and CheckpointManager "
+            'take both.\nHINT: p="folder/name"',
+        ),
         (lambda: arguments.instance("e", "x", int, "1"), "e='x': must be a int.\nHINT: 1"),
         (lambda: arguments.instance("e", 3, ArithmeticError, ""), "e=3: must be an ArithmeticError."),
         (lambda: arguments.instance("o", 3, Options, ""), "o=3: must be Options."),
@@ -67,6 +76,25 @@ def test_values_that_do_not_fit_are_shown(check, message):
     with pytest.raises(InvalidArgumentError) as caught:
         check()
     assert message in str(caught.value)
+
+
+def test_files_for_results(monkeypatch, tmp_path):
+    """What could not be written is refused before there are results. Nothing is imported for JSON."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    save = functools.partial(arguments.json_or_picture, "path", hint="path=speed.json")
+    assert save(f"{tmp_path}/speed.json") == tmp_path / "speed.json"
+    (tmp_path / "link.json").symlink_to("nowhere")
+    for file, message in {
+        "speed.txt": "speed.txt': must end with .json, .png, .svg or .pdf.\nHINT: path=speed.json",
+        "none/speed.json": f"speed.json': its folder does not exist.\nHINT: mkdir -p {tmp_path}/none",
+        "link.json": "link.json': it is a link, a folder, a device or a pipe.\nHINT: path=speed.json",
+    }.items():
+        with pytest.raises(InvalidArgumentError, match=re.escape(message)):
+            save(tmp_path / file)
+    with pytest.raises(MissingDependencyError, match=r"speed.svg': the package matplotlib is not.*\nHINT: pip install"):
+        save(tmp_path / "speed.svg")
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", sys)
+    assert save(tmp_path / "speed.svg") == tmp_path / "speed.svg"
 
 
 @arguments.typed()

@@ -9,6 +9,8 @@ import subprocess
 import sys
 import warnings
 
+import jax
+import numpy as np
 import pytest
 
 from phalanx import errors
@@ -31,6 +33,14 @@ def test_the_line_that_raised_an_error():
     place = frames.place_of(caught.value)
     assert (place.text, place.expression) == ('[1, json.loads("{")]', 'json.loads("{")')
     assert frames.place_of(ValueError()) is None
+
+
+def test_the_line_in_a_traceback_of_jax():
+    """JAX keeps its own for each operation."""
+    (equation,) = jax.make_jaxpr(lambda x: x + 1)(2).eqns
+    line = sys._getframe().f_lineno - 1
+    assert frames.place_in(equation.source_info.traceback) == frames.Place(__file__, line)
+    assert frames.place_in(None) is None
 
 
 def test_a_slip_warns_once_per_line():
@@ -116,6 +126,14 @@ def test_errors_of_phalanx_are_recognized():
     assert not frames.is_raised_by_phalanx(ValueError())
 
 
+def test_package_in_which_an_error_was_raised():
+    """Called by the innermost line of the user; not by the lines before it."""
+    with pytest.raises(TypeError) as caught:
+        jax.jit(lambda x: np.ones(2).reshape(x))("text")
+    assert frames.is_raised_in("jax", caught.value)
+    assert not frames.is_raised_in("keras", caught.value)
+
+
 def test_boundary_hides_frames_of_phalanx(monkeypatch):
     """The error that leaves a public function has the user's lines alone, or all if there is none; values pass."""
     monkeypatch.setenv("PHALANX_TRACEBACK", "")
@@ -128,3 +146,13 @@ def test_boundary_hides_frames_of_phalanx(monkeypatch):
     before = error.__traceback__
     frames.hide(error)
     assert error.__traceback__ is before
+    # A function of the user that Phalanx called keeps its own frames, and those of the library that it called.
+    call = frames.boundary(lambda function: function())
+    names = {"test_frames.py", "__init__.py", "decoder.py"}
+    with pytest.raises(json.JSONDecodeError) as of_user:
+        call(lambda: json.loads("{"))
+    assert {entry.path.name for entry in of_user.traceback} == names
+    monkeypatch.setenv("PHALANX_TRACEBACK", "full")
+    with pytest.raises(json.JSONDecodeError) as full:
+        call(lambda: json.loads("{"))
+    assert {entry.path.name for entry in full.traceback} == {*names, "frames.py"}

@@ -49,6 +49,17 @@ def test_report_names_the_culprit_first():
     )
 
 
+def test_report_of_a_training_that_was_saved():
+    """It is no failure, so nobody is blamed and no last line is shown."""
+    saved, told = Ending("worker 0", 42, 2.0, last=lines("one")), Ending("worker 1", -15, 2.5, is_told=True)
+    outcome = Outcome((saved, told))
+    assert outcome.exit_code == 42
+    assert report(outcome) == (
+        "worker 0 exited with code 42 (it was asked to exit, and saved first), 2.0 s after the start. "
+        "The next start continues from there.\n  worker 1 was ended by the launcher (SIGTERM)"
+    )
+
+
 def test_training_that_ends_before_its_end():
     """Without a failure of its own processes, the launcher has a code of its own, and the evaluator's does not count."""
     told, evaluator = Ending("worker 0", -15, 1.3, is_told=True), Ending("evaluator 0", 3, 1.0)

@@ -3,6 +3,7 @@
 import contextlib
 import queue
 import socket
+import struct
 import threading
 
 import pytest
@@ -10,6 +11,7 @@ from tests.waiting import wait_until
 
 from phalanx._src.cluster.connections.door import Door, Entrance, MeetingPlace
 from phalanx._src.cluster.connections.listener import listen
+from phalanx._src.cluster.connections.messages import SignOfLife
 from phalanx._src.cluster.connections.ports import HeldPort
 from phalanx._src.cluster.connections.secret import Secret
 from phalanx.errors import StartupError
@@ -47,6 +49,7 @@ def test_members_learn_where_to_meet(address):
         assert door.is_local
         door.tell(PLACE)
         with first() as one:
+            one._connection.say(SignOfLife())  # It need not, but may.
             with entering(address, "ps:0")() as other:
                 assert one.message == other.message == PLACE
                 assert sorted(door.names) == ["ps:0", "worker:0"]
@@ -58,12 +61,18 @@ def test_members_learn_where_to_meet(address):
             assert one.has_said_so
 
 
-def test_a_chief_that_is_killed_says_nothing(address):
-    """Its kernel closes the connection."""
+def reset(connection):
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+@pytest.mark.parametrize("end", [lambda connection: connection.shutdown(socket.SHUT_RDWR), reset], ids=["end", "reset"])
+def test_a_chief_that_is_killed_says_nothing(address, end):
+    """Its kernel closes the connection, or its machine has started again and resets it."""
     with contextlib.closing(Door(address, OURS, 1)) as door:
         door.tell(PLACE)
         with entering(address, "worker:0")() as member:
-            door._here[0].socket.shutdown(socket.SHUT_RDWR)
+            end(door._here[0].socket)
             assert not member.is_open(DEADLINE_S)
             assert not member.has_said_so
 

@@ -1,10 +1,19 @@
 """Which address others reach, and what goes past proxies. The sockets are real, and no message is sent."""
 
+import errno
 import socket
 
 import pytest
 
-from phalanx._src.cluster.connections.hosts import bypass_proxies, host_for_others, is_loopback, place_to_listen
+from phalanx._src.cluster.connections.hosts import (
+    bypass_proxies,
+    found_at,
+    host_for_others,
+    is_loopback,
+    numeric,
+    place_to_listen,
+    reason_of,
+)
 from phalanx._src.cluster.connections.listener import listen
 
 NAME_OF_LOOPBACK = "127.1"
@@ -57,8 +66,13 @@ def test_place_to_listen_follows_the_name(host, family, found):
 
 
 def test_name_that_leads_nowhere():
-    with pytest.raises(socket.gaierror):
-        place_to_listen("no.such.host.invalid", 5000)
+    """The reason is in the words of the resolver. Those of other errors have no address."""
+    for lead in (place_to_listen, found_at):
+        with pytest.raises(socket.gaierror) as caught:
+            lead("no.such.host.invalid", 5000)
+        assert reason_of(caught.value) == caught.value.strerror
+    assert reason_of(OSError(errno.EADDRINUSE, "Address already in use (127.0.0.1:5000)")) == "Address already in use"
+    assert found_at("127.0.0.1", 5000) == numeric(NAME_OF_LOOPBACK) == "127.0.0.1"
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """The door of a cluster, with real sockets: peers come in, and strangers neither come in nor hold it up."""
 
 import json
+import os
+import resource
 import socket
 import struct
 import sys
@@ -10,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from phalanx._src.cluster.connections import listener as listener_module
-from phalanx._src.cluster.connections.listener import Listener, handshake, read_line
+from phalanx._src.cluster.connections.listener import Listener, answers, enter, handshake, read_line
 from phalanx._src.cluster.connections.secret import Secret
 from phalanx._src.launch.plan import free_ports
 from phalanx.errors import StartupError
@@ -74,6 +76,37 @@ def test_server_without_the_secret():
     ours, theirs = answering(b'{"nonce": "00"}\n{"proof": "00"}\n')
     with ours, theirs, pytest.raises(StartupError, match="has another secret"):
         handshake(ours, SECRET, HELLO, DEADLINE_S)
+
+
+def test_server_that_says_something_else_after_the_proof():
+    ours, theirs = answering(b'{"nonce": "00"}\nbye\n')
+    with ours, theirs:
+        assert handshake(ours, SECRET, HELLO, DEADLINE_S) == b"bye\n"
+
+
+def reset(connection):
+    """Ends a connection as a machine does that knows nothing of it."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    connection.close()
+
+
+def test_server_that_has_gone():
+    """Its address is no longer known, but what it has said is."""
+    ours, theirs = answering(b'{"nonce": "00"}\n{"proof": "00"}\n')
+    reset(theirs)
+    with ours, pytest.raises(StartupError, match="connected to, which has gone, has another secret"):
+        handshake(ours, SECRET, HELLO, DEADLINE_S)
+
+
+def test_no_time_for_an_attempt(address):
+    with pytest.raises(OSError, match="it closes the connection, or is silent"):
+        enter(address, SECRET, HELLO, 0.0)
+
+
+def test_whether_somebody_listens(address):
+    with Listener(address, SECRET, size=2):
+        assert answers(address)
+    assert not answers(address)
 
 
 def greeting(peer, own="own"):
@@ -210,20 +243,57 @@ def test_crowd_of_silent_connections(listener, address):
             pending.close()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="a connection waits for a descriptor on Linux")
+def test_no_descriptor_is_left(listener, address):
+    """A connection waits if nothing can be closed. Otherwise the oldest of those that have proved nothing makes room."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with connection_to(address) as first, connection_to(address) as second:
+        lowest = os.dup(first.fileno())
+        os.close(lowest)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+            assert listener.accepted(DEADLINE_S) == []
+            assert not listener._pending
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + 2, hard))
+            assert listener.accepted(DEADLINE_S) == []
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        read_line(first, time.monotonic() + DEADLINE_S)
+        assert first.recv(1) == b""
+        second.sendall(greeting(second)[1])
+        (peer,) = listener.accepted(DEADLINE_S)
+        peer.close()
+
+
+def test_pending_connection_that_is_reset(listener, address):
+    """It is kept while nothing arrives, even if the kernel says that something has."""
+    pending = connection_to(address)
+    listener.accepted(DEADLINE_S)
+    (waiting,) = listener._pending.values()
+    assert listener._hear(waiting) == []
+    assert listener._pending
+    reset(pending)
+    assert listener.accepted(DEADLINE_S) == []
+    assert not listener._pending
+
+
 FORKS = """
-import os, signal, socket
+import os, socket
 from phalanx._src.cluster.connections.listener import Connection
 
 with socket.create_server(("127.0.0.1", 0)) as server:
     ours = Connection(socket.create_connection(server.getsockname()))
     theirs, _ = server.accept()
+reader, writer = os.pipe()
 child = os.fork()
 if not child:
-    signal.pause()
+    os.close(writer)
+    os.read(reader, 1)
+    os._exit(0)
 ours.close()
 theirs.settimeout(60)
 print(theirs.recv(1))
-os.kill(child, signal.SIGKILL)
+os.close(writer)
 os.waitpid(child, 0)
 """
 
@@ -248,7 +318,7 @@ def test_reset_after_a_silence(listener, address, monkeypatch, is_late):
             time.sleep(0.4)
             assert listener_module.silence_s(peers[0].socket) > 0.2
             monkeypatch.setattr(listener_module, "_FRESH_S", 0.2)
-        asking.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        reset(asking)
     peers[0].socket.settimeout(DEADLINE_S)
     assert peers[0].hear(()) == ([], False)
     assert peers[0].is_closed is not is_late

@@ -19,6 +19,7 @@ from phalanx._src.cluster.connections.ports import (
     listen_at,
     raise_limit_of_descriptors,
     sockets_of_process,
+    stop_reading,
 )
 
 LISTEN = """
@@ -103,6 +104,15 @@ def test_private_address_is_for_this_user(monkeypatch, root):
             assert descriptors_at(path, {accepted.fileno()}) == []
     private.close()
     assert not os.path.exists(os.path.dirname(path))
+
+
+def test_reading_ends_and_sending_does_not():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        stop_reading(ours)
+        assert ours.recv(1) == b""
+        ours.sendall(b"the last words")
+        assert theirs.recv(100) == b"the last words"
 
 
 def test_sockets_of_this_process_are_found():

@@ -110,6 +110,16 @@ def test_roll_call_succeeds_in_any_order(addresses, late):
     assert said(*ranks.values()) == ["go"] * 4
 
 
+def test_processes_that_come_by_two_addresses(addresses, monkeypatch):
+    """JAX listens at all of them then. Each process knows it by the address to which it came."""
+    monkeypatch.setattr(rollcall, "shares_files", lambda: threading.current_thread().name)
+    _, port = addresses[0].split(":")
+    by_name = [f"127.1:{port}", *addresses[1:3]]
+    ranks = [Process(by_name, 0), Process(by_name, 1), Process([f"127.0.0.2:{port}", *addresses[1:3]], 2)]
+    assert said(*ranks) == ["go"] * 3
+    assert [rank.service for rank in ranks] == [f"127.1:{port}", f"127.0.0.1:{port}", f"127.0.0.2:{port}"]
+
+
 def test_missing_ranks_are_named(addresses, over):
     """Rank 0 knows who has not come, and those that have are told."""
     for text in said(*(Process(addresses, rank) for rank in (0, 2))):

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from tests.waiting import DEADLINE_S, wait_until
 
+from phalanx._src.cluster.connections import ports
 from phalanx._src.cluster.connections.hosts import PRIVATE
 from phalanx._src.cluster.connections.tunnel import Tunnel
 
@@ -52,6 +53,16 @@ def test_bytes_pass_in_both_directions(server):
     tunnel.join(DEADLINE_S)
     assert not tunnel.is_alive()
     assert not folder.exists()
+
+
+def test_address_that_cannot_be_made(monkeypatch, tmp_path):
+    """Nothing is left of it. The path of a socket has at most 107 bytes."""
+    folder = tmp_path / ("a" * 107)
+    folder.mkdir()
+    monkeypatch.setattr(ports, "short_folder", lambda: str(folder))
+    with pytest.raises(OSError, match="too long"):
+        Tunnel("127.0.0.1:1")
+    assert not os.listdir(folder)
 
 
 def test_near_end_outlives_the_far_end(server):

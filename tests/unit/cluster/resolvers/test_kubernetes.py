@@ -91,6 +91,11 @@ def test_arguments_replace_variables():
         (JOBSET, {"PHALANX_NUM_PODS": "3"}, "JOB_COMPLETION_INDEX is 3: there are 3, numbered from 0"),
         (JOBSET, {"REPLICATED_JOB_REPLICAS": "2"}, "JOB_INDEX: is not set"),
         (JOBSET, {"REPLICATED_JOB_REPLICAS": "2", "JOB_INDEX": "2"}, "JOB_INDEX is 2: there are 2, numbered from 0"),
+        (
+            JOBSET,
+            {"PHALANX_NUM_PODS": "60000", "REPLICATED_JOB_REPLICAS": "60000", "JOB_INDEX": "0"},
+            r"REPLICATED_JOB_REPLICAS=60000: with PHALANX_NUM_PODS=60000, the job has more than \d+ pods.",
+        ),
         (STATEFUL, {"HOSTNAME": "web"}, r"HOSTNAME='web': a pod of a StatefulSet .*\nHINT: completionMode: Indexed"),
         (STATEFUL, {"HOSTNAME": ""}, "HOSTNAME='': a pod of a StatefulSet"),
     ],

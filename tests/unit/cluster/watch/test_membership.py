@@ -23,6 +23,7 @@ def test_process_outside_a_group():
     assert not membership.is_late()
     assert not membership.is_first()
     assert membership.may_train()
+    assert not membership.outlives_losses()
 
 
 def test_description_of_a_generation(monkeypatch):

@@ -104,6 +104,18 @@ def test_connections_of_a_rank_that_has_ended(group):
     assert len(found.said) == 1
 
 
+def test_confirmation_ends_in_time(group):
+    """Although the others have not answered. They are not asked again."""
+    found = group(1)
+    found.pairs.look()
+    found.pairs.look()
+    times = iter([0.0, 0.0])
+    found.pairs._clock = lambda: next(times, 1.0)
+    found.pairs.confirm(0.01)
+    assert len(found.said) == 1
+    assert not found.told
+
+
 def test_questions_go_through_rank_0(group):
     """It answers with what it has itself, and passes on what others ask and answer."""
     found = group(1)
@@ -128,6 +140,8 @@ def test_each_of_three_is_asked(group):
     pairs.look()
     pairs.look()
     assert said[0][0].asker == 1
+    pairs.hear(said[0][0])  # Rank 0 sends it to all.
+    assert len(said) == 1
     pairs.hear(PairsAnswer(0, 1, (), 0))
     assert not told
     pairs.hear(PairsAnswer(2, 1, tuple(found.ends), 1))

@@ -22,7 +22,7 @@ OWNER = """
 import signal, sys
 from phalanx._src.cluster.watch.pulse import Pulse
 pulse = Pulse([int(sys.argv[1])], 0.05)
-print(pulse._process.pid, flush=True)
+print(pulse._process._process.pid, flush=True)
 signal.pause()
 """
 

@@ -22,7 +22,7 @@ from phalanx._src.cluster.connections.ports import descriptors_at
 from phalanx._src.cluster.watch import departure, verdict
 from phalanx._src.cluster.watch import watch as watch_module
 from phalanx._src.cluster.watch.departure import WatchTime
-from phalanx._src.cluster.watch.messages import WATCH_MESSAGES, SaveReport
+from phalanx._src.cluster.watch.messages import WATCH_MESSAGES, PaceReport, SaveReport
 from phalanx._src.cluster.watch.verdict import SIGTERM, Member, judge_presence, judge_progress
 from phalanx._src.cluster.watch.watch import Watch
 from phalanx._src.launch.plan import free_ports
@@ -531,13 +531,18 @@ def test_rank_0_leaves_the_others(group, has_failed):
         three.wait(1.5 if has_failed else 5, other)
     assert len(lost) == 2
     assert all(why.startswith(f"{place(0)} finished its program after step 2") for why in lost)
+    assert not any(watch.has_told_loss for watch in three.watches)
     assert all(watch.loss() for watch in three.watches[1:])
+    assert [watch.has_told_loss for watch in three.watches] == [False, True, True]
 
 
 def test_report_of_step_times(group, capfd, monkeypatch):
-    """Rank 0 waits a little for the others, and shows the times of all."""
+    """Rank 0 waits a little for the others, and shows the times of all if there are some. Only rank 0 has them."""
     monkeypatch.setenv("PHALANX_REPORT", "1")
+    group(2)[0].leave()
+    assert not capfd.readouterr().err
     two = group(2)
+    two[0]._connections.streams[1].say(PaceReport([]))
     for _ in range(3):
         two.steps(1, 1)
     two[1].leave()
@@ -707,6 +712,18 @@ def test_real_process_that_sigstop_holds(processes):
         assert re.search(r"Phalanx: rank 2 \(127.0.0.1:\d+\) has been silent for 8 s", text)
         assert f"rank {rank} exits.\nThread MainThread (most recent call last):\n" in text
         assert place in text
+
+
+@pytest.mark.slow
+def test_process_that_leaves_its_group_ends_its_watch(connected):
+    """And what gives signs of life for it. A process alone has nothing to give them to."""
+    for lines in ({}, {1: connected[0]}):
+        own = watch_module.start(["127.0.0.1:1", "127.0.0.1:2"][: 1 + len(lines)], 0, lines, 60.0)
+        assert (own.pulse is None) == (not lines)
+        watch_module.end()
+        own.join(DEADLINE_S)
+        assert not own.is_alive()
+    assert own.pulse._process._process.returncode == -signal.SIGKILL
 
 
 @pytest.fixture

@@ -113,6 +113,44 @@ def test_place_stays_empty_after_failures_without_a_step(run):
     assert report(outcome).startswith("worker 1 failed first: it exited with code 3")
 
 
+def test_accused_worker_is_ended(run):
+    """The others continue without it."""
+    outcome, said = run(
+        "own.number == 0 and own.accuse([1], 'it stands still')\nown.number == 1 and time.sleep(60)\nmeet(1)",
+        least=1,
+        workers=2,
+        patience=Patience(first_pause_s=30.0),
+    )
+    assert said[0] == "Ending worker 1: it stands still."
+    assert "worker 1 was killed by SIGKILL (probably out of memory, or kill -9)." in said
+    assert outcome.exit_code == 0, report(outcome)
+
+
+def test_worker_without_a_place_is_told_of_the_end(run):
+    """It would wait for one although the training is over."""
+
+    class WithoutPlace(WorkerProcess):
+        has_place = False
+
+        @property
+        def pid(self):
+            return super().pid if self.has_place or self.spec.task.index == 0 else None
+
+        def tell(self, number):
+            self.has_place = True
+            super().tell(number)
+
+    outcome, said = run(
+        "own.number == 1 and time.sleep(60)",
+        least=1,
+        workers=2,
+        patience=Patience(first_pause_s=30.0),
+        start=WithoutPlace,
+    )
+    assert outcome.exit_code == 0, said
+    assert [(each.code, each.is_told) for each in outcome.endings] == [(0, False), (-signal.SIGTERM, True)]
+
+
 def test_worker_that_ends_between_two_looks_has_finished(run, tmp_path):
     """The launcher must not count it as lost because it has not seen yet how it ended."""
     ends = tmp_path / "ends"

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from types import SimpleNamespace
 
 import pytest
 from tests.waiting import DEADLINE_S, wait_until
@@ -19,7 +20,7 @@ from phalanx._src.cluster.watch.contact import Contact
 from phalanx._src.cluster.watch.membership import Membership
 from phalanx._src.launch.elastic import leadership
 from phalanx._src.launch.elastic.leadership import Leadership
-from phalanx._src.launch.elastic.messages import GroupStatus, LauncherReport
+from phalanx._src.launch.elastic.messages import GroupStatus, LauncherReport, Presence
 from phalanx._src.launch.elastic.rendezvous import Rendezvous
 from phalanx._src.launch.plan import Machines, free_ports
 from phalanx.errors import InvalidArgumentError, StartupError
@@ -85,12 +86,16 @@ class Places:
         self.meet(*others, progress=8)
         return wait()
 
+    def leave(self, machine):
+        """Ends the process of a machine."""
+        member = self.members.pop(machine)
+        member.is_leaving = True
+        member.close()
+
     def kill(self, *machines):
         """Ends the launcher of a machine and its process."""
         for machine in machines:
-            member = self.members.pop(machine)
-            member.is_leaving = True
-            member.close()
+            self.leave(machine)
             self.launchers.pop(machine).end()
 
     def leaders(self):
@@ -166,6 +171,65 @@ def test_next_machine_is_lost_too(places):
         group.kill(1)
         third = group.meet(2, progress=5)[2]
         assert (third.number, third.size) == (2, 1)
+
+
+def test_rendezvous_moves_with_the_other_machines(places):
+    """As one does that yields to another, so that its launcher has not ended."""
+    with places(3) as group:
+        group.start(0, 1, 2)
+        group.meet(0, 1, 2)
+        group.launchers[0]._role.end(Presence(1, 1))
+        wait_until(lambda: group.leaders() == {0: 0, 1: 1, 2: 1})
+        assert not group.launchers[2]._role._connection.is_closed
+        assert {g.number for g in group.meet(1, 2, 0, progress=3).values()} == {2}
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Pairs of machines: the first has seen that the second holds a rendezvous. Those in `blind` see none."""
+    look, seen = Leadership._look, SimpleNamespace(pairs=set(), blind=set())
+
+    def noted_look(self, **how):
+        index = self._machines.index
+        presences = [] if index in seen.blind else look(self, **how)
+        seen.pairs |= {(index, presence.machine) for presence in presences}
+        return presences
+
+    monkeypatch.setattr(Leadership, "_look", noted_look)
+    return seen
+
+
+def test_machine_that_waits_for_its_turn(places, monkeypatch, seen):
+    """It does not follow one that has started again, and so knows less than it does."""
+    monkeypatch.setattr(leadership, "_TURN_S", 1000.0)
+    with places(3) as group:
+        group.start(0, 1, 2)
+        group.meet(0, 1, 2)
+        group.leave(2)
+        lost = group.launchers[2]._role
+        group.kill(1, 0)
+        seen.pairs.clear()
+        group.start(0)
+        wait_until(lambda: (2, 0) in seen.pairs)
+        group.launchers[2].end()
+        assert group.launchers[2]._role is lost
+
+
+def test_minority_does_not_yield_to_one_that_knows_less(places, monkeypatch, seen):
+    """Which yields instead, once it sees the other one."""
+    monkeypatch.setattr(Rendezvous, "has_majority", False)
+    with places(2) as group:
+        group.start(0, 1)
+        group.meet(0, 1)
+        group.kill(0)
+        assert group.meet(1, progress=4)[1].number == 2
+        wait_until(lambda: group.leaders() == {1: 1})
+        seen.blind.add(0)
+        group.start(0)
+        wait_until(lambda: (1, 0) in seen.pairs)
+        assert group.leaders() == {0: 0, 1: 1}
+        seen.blind.clear()
+        wait_until(lambda: group.leaders() == {0: 1, 1: 1})
 
 
 def test_another_group_at_the_address_of_a_lost_machine(places):
@@ -306,6 +370,18 @@ def test_minority_forms_no_generation(places):
         )
 
 
+def test_launchers_have_some_time_to_answer(places):
+    """Until then nothing is said, and although all processes have come, they form no generation."""
+    with Alone() as found:
+        for number in range(3):
+            found.visit(number, meeting.MemberState(3, number))
+        wait_until(lambda: found.rendezvous._pending_s and not found.rendezvous._members.awaited)
+        found.rendezvous.join(0.3)
+        assert (found.said, found.rendezvous.generation) == ([], 3)
+        found.now_s += 11.0
+        wait_until(lambda: found.said)
+
+
 def test_launcher_that_does_not_answer_does_not_vote(places):
     """Its machine may have been cut off, and its connection stays open for a while: another generation could form there."""
     with Alone() as found:
@@ -395,6 +471,14 @@ def test_generation_that_a_process_knows(places, state, expected):
         assert generation_of(found.visit(1, state)) == expected
 
 
+def test_process_that_knows_an_old_generation(places):
+    """It may have missed one, but not two: the process of the last generation is still awaited."""
+    with Alone({0, 2}) as found:
+        found.visit(1, meeting.MemberState(1, 1))
+        wait_until(lambda: 1 in found.rendezvous._members.connected and found.rendezvous._members.connected[1].ready)
+        assert 1 in found.rendezvous._members.awaited
+
+
 def test_process_that_does_not_come(places):
     """If its launcher says that it runs, it is killed after a while; until then nobody goes on without it."""
     with Alone({0, 2}) as found:
@@ -467,6 +551,8 @@ def test_first_machine_does_not_answer(places, monkeypatch):
             blind.setattr(Leadership, "_look", lambda self, **_: [])
             with pytest.raises(StartupError, match=message):
                 group.start(0)
+            with pytest.raises(StartupError, match=r"could not connect to it for 0.3 s: it has come just now\."):
+                group.start(1)
         held.end()
         monkeypatch.setenv("PHALANX_START_TIMEOUT_S", "soon")
         for machine in (0, 1):

@@ -2,6 +2,7 @@
 
 import os
 import queue
+import signal
 import socket
 import threading
 from pathlib import Path
@@ -9,11 +10,12 @@ from pathlib import Path
 import pytest
 from tests.waiting import wait_until
 
-from phalanx._src.cluster.connections.listener import visit
+from phalanx._src.cluster.connections.listener import Connection, visit
+from phalanx._src.cluster.connections.messages import SignOfLife
 from phalanx._src.cluster.connections.secret import TOKEN, new_token, secret_of
 from phalanx._src.cluster.watch.meeting import Accusation
 from phalanx._src.cluster.watch.membership import LEAST, MEMBER, MOST, RENDEZVOUS, Membership
-from phalanx._src.launch.elastic.messages import LauncherReport, environment_of
+from phalanx._src.launch.elastic.messages import LauncherReport, Presence, environment_of
 from phalanx._src.launch.elastic.remote_rendezvous import RemoteRendezvous
 from phalanx._src.launch.elastic.rendezvous import Rendezvous
 from phalanx._src.launch.plan import ALONE, Machines, free_ports
@@ -154,6 +156,21 @@ def test_too_few_wait_for_another(hall):
     assert [(g.number, g.rank) for g in generations] == [(2, 1), (2, 0)]
 
 
+def test_too_few_who_wait_for_nobody(hall):
+    """The launcher ends them, so they are not told to wait."""
+    found = hall(2)
+    first, second = members = found.members(0, 1)
+    found.meet(members)
+    hang_up(second)
+    found.until_gone(1)
+    assert found.report((0,), hopeful=1).hopeless
+    meeting(first)
+    found.until_ready(0)
+    wait_until(lambda: found.rendezvous._pending_s)
+    found.rendezvous.join(0.3)
+    assert not found.said
+
+
 def test_newcomer_is_announced_to_the_chief(hall):
     """The generation that trains is asked to meet it; only its first rank, which asks the others, once per second."""
     found = hall(1)
@@ -215,6 +232,41 @@ def test_accused_process_is_killed(hall):
     first.accuse([2, 1], "it stands still")
     wait_until(lambda: found.killed)
     assert found.killed == [(5, "it stands still")]
+
+
+def test_process_that_is_told_to_end(hall):
+    """It waits for no generation, and accuses nobody of none. A sign of life needs no answer."""
+    found = hall(1)
+    (member,) = found.members(0)
+    found.rendezvous._members.connected[0].peer.say(SignOfLife())
+    member.accuse([0], "it stands still")
+    member.is_leaving = True
+    with pytest.raises(SystemExit) as caught:
+        member.meet(call=0, progress=[0])
+    assert caught.value.code == 128 + signal.SIGTERM
+    wait_until(lambda: found.rendezvous.generation == 1)
+    assert not found.killed
+
+
+def test_process_in_place_of_another_one(hall):
+    """It may connect before the end of the other one is noticed. What that one has said last is not taken for its own."""
+    found = hall(1)
+    (first,) = found.members(0)
+    connected = found.rendezvous._members.connected
+    before = connected[0]
+    (second,) = found.members(0)
+    found.rendezvous._hear(before)
+    assert connected[0] is not before
+    assert found.meet([second])[0].number == 1
+    wait_until(lambda: not first.is_alive())
+
+
+def test_process_without_a_number(hall):
+    """The rendezvous closes its connection, and goes on."""
+    found = hall(1)
+    with pytest.raises(StartupError, match="it rejected this process: phalanx run has exited, or another program"):
+        Membership([found.rendezvous.address], "first")
+    assert found.meet(found.members(0))[0].size == 1
 
 
 def test_silent_process_is_killed(hall):
@@ -362,6 +414,23 @@ def test_second_launcher_of_a_machine_is_said(second_machine):
     )
     assert not other.report(LauncherReport((1,), 1)).hopeless
     other.end()
+
+
+def test_rendezvous_that_moves_has_not_ended(second_machine):
+    """A launcher that has ended does not vote for the next generation. The one of a rendezvous that has moved does."""
+    found, post, _, _ = second_machine
+    found.rendezvous.end(Presence(3, 1))
+    post.join(DEADLINE_S)
+    assert (post.is_lost, post.has_ended) == (True, False)
+
+
+def test_rendezvous_that_says_nothing():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        connection = Connection(socket.create_connection(server.getsockname()))
+        server.accept()[0].close()
+    with pytest.raises(StartupError, match="the group at host0:1: it does not answer"):
+        RemoteRendezvous(0, "host0:1", connection, print, "")
+    assert connection.fileno() == -1
 
 
 def test_machine_that_is_lost_may_come_back(second_machine):

@@ -65,21 +65,21 @@ class Tunnel(threading.Thread):
             while self._far_ends or not self._is_closed:
                 # One at a time, because it may end another one.
                 for key, _ in self._selector.select(_TURN_S)[:1]:
-                    if key.fileobj is self._listener:
+                    if key.data is None:
                         self._open()
-                    elif isinstance(key.fileobj, Socket):
-                        self._forward(key.fileobj, key.data)
+                    else:
+                        self._forward(*key.data)
 
     def _open(self) -> None:
         near, _ = self._listener.accept()
         self._far_ends[near] = None
-        self._selector.register(near, selectors.EVENT_READ)
+        self._selector.register(near, selectors.EVENT_READ, (near, None))
         # If nobody is there, the near end stays open all the same.
         with suppress(OSError):
             far = self._far_ends[near] = connect(self._target, _CONNECT_S)
             far.settimeout(None)
             expect_answers(far)
-            self._selector.register(far, selectors.EVENT_READ, near)
+            self._selector.register(far, selectors.EVENT_READ, (far, near))
 
     def _forward(self, source: Socket, near: Socket | None) -> None:
         """Forwards what a connection has received.

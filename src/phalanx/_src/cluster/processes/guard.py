@@ -60,11 +60,6 @@ class Companion:
     def __init__(self, arguments: Sequence[str], descriptors: Sequence[int] = ()) -> None:
         self._process = start_apart(arguments, descriptors, subprocess.PIPE)
 
-    @property
-    def pid(self) -> int:
-        """The id of the process."""
-        return self._process.pid
-
     def release(self) -> None:
         """Ends the process."""
         # Kill first: closing its input would look like the end of this process.

@@ -135,8 +135,8 @@ class SyncPoint:
                 case PointCount(passed):
                     self._counts[rank] = passed
                     self._settle()
-                case PointAgreement(point, reason):
-                    self._agree(point, reason)
+                case _:
+                    self._agree(message.point, message.reason)
 
     def lose(self, rank: int) -> None:
         """Goes on without a process that has ended."""

@@ -114,6 +114,6 @@ class RemoteRendezvous(threading.Thread):
                 elif isinstance(message, Ping):
                     with self._saying:
                         self._connection.say(SignOfLife())
-                elif isinstance(message, Presence):
-                    is_elsewhere = True
+                else:
+                    is_elsewhere |= isinstance(message, Presence)
         self.has_ended = self._connection.is_closed and not is_elsewhere
