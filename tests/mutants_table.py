@@ -411,6 +411,20 @@ FAULTS = [
         "unit/input/test_prefetch.py",
     ),
     Fault(
+        "each pass is read by a new thread",
+        "prefetch:_ReadingThread.run",
+        "self._idle.append(self)",
+        "pass",
+        "unit/input/test_prefetch.py",
+    ),
+    Fault(
+        "an idle thread keeps the data that it has read",
+        "prefetch:_ReadingThread.run",
+        "del read, context",
+        "pass",
+        "unit/input/test_prefetch.py",
+    ),
+    Fault(
         "batches that were read ahead are lost",
         "feed:ReadAhead.stop",
         "[step for batch in unused for step in batch.steps]",

@@ -1,5 +1,6 @@
-"""Reading ahead: no more than asked, and no thread that outlives its use."""
+"""Reading ahead: no more than asked, and no thread that reads longer than it is used."""
 
+import contextvars
 import gc
 import signal
 import subprocess
@@ -16,6 +17,8 @@ from tests import forks
 import phalanx
 from phalanx._src.input.prefetch import readings
 from phalanx._src.tracing.context import get_strategy
+
+NAME = contextvars.ContextVar("name", default="")
 
 
 @pytest.fixture(autouse=True)
@@ -139,6 +142,67 @@ def test_thread_of_an_iterator(strategy, how):
     else:
         assert len(list(iterator)) == 3
     wait_for(lambda: not prefetching())
+
+
+def thread_and_its_context():
+    return threading.current_thread(), NAME.get()
+
+
+def test_one_thread_reads_pass_after_pass(strategy):
+    """Each pass in the context of its caller. A thread per pass would leave memory in an arena of its own."""
+    seen = []
+    dataset = strategy.experimental_distribute_dataset(
+        lambda: seen.append(thread_and_its_context()) or iter([np.ones(2)])
+    )
+    for name in "abc":
+        NAME.set(name)
+        list(dataset)
+    assert len({thread for thread, _ in seen}) == 1
+    assert [name for _, name in seen] == ["a", "b", "c"]
+
+
+def test_readings_at_the_same_time_have_a_thread_each():
+    """And those after them take no other threads."""
+    threads = lambda: [readings(threading.current_thread, 1, in_thread=True) for _ in range(3)]  # noqa: E731
+    both = []
+    for _ in range(2):
+        each = threads()
+        both.append({items.get() for items in each})
+        for items in each:
+            items.stop()
+    assert len(both[0]) == 3
+    assert both[0] == both[1]
+
+
+def test_idle_thread_keeps_nothing_of_what_it_read():
+    """The end of a reading frees its source, though the thread lives on."""
+    source = Source(1)
+    seen, items = weakref.ref(source), readings(source, 1, in_thread=True)
+    assert [items.get(), items.get()] == [1, None]
+    del source
+    assert seen() is None
+
+
+IN_A_FORK = """
+import os
+from phalanx._src.input.prefetch import readings
+
+def total():
+    items = readings(iter([1, 2, 3, None]).__next__, 1, in_thread=True)
+    return sum(iter(items.get, None))
+
+assert total() == 6
+child = os.fork()
+if child == 0:
+    os._exit(total())
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def test_fork_reads_in_a_thread_of_its_own():
+    """The threads of its parent are not there."""
+    done = forks.run([sys.executable, "-c", IN_A_FORK], capture_output=True, text=True, timeout=DEADLINE_S)
+    assert done.stdout == "6\n", done.stderr
 
 
 def test_generator_that_raises_at_row_1000(strategy):

@@ -2,12 +2,14 @@
 """Calls a function ahead of its consumer, in a background thread or in the consumer's own thread."""
 
 import contextvars
+import os
 import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, TypeVar, final
+from queue import SimpleQueue
+from typing import Any, Generic, TypeVar, final
 
 from typing_extensions import override
 
@@ -77,18 +79,12 @@ class _ByCaller(AbstractReadings[T]):
 
 @final
 class _InThread(AbstractReadings[T]):
-    """Reads in a background thread, which ends after the last item, a failure or `stop`, or when this object is collected."""
+    """Reads in a background thread, which stops reading after the last item, a failure or `stop`, or when this object is collected."""
 
     def __init__(self, read: Callable[[], T | None], ahead: int, most: int | None) -> None:
         self._shelf = shelf = _Shelf[T](ahead, most)
-        # The thread refers to the shelf but not to this object, because that would keep the object alive. It runs in the
-        # context of the caller, because a user's generator may ask for the current strategy.
-        context = contextvars.copy_context()
-        self._thread = threading.Thread(
-            target=context.run, args=(_fill, shelf, read), name="phalanx-prefetch", daemon=True
-        )
-        self._thread.start()
-        weakref.finalize(self, _end, shelf, self._thread)
+        # The thread refers to the shelf but not to this object, because that would keep the object alive.
+        weakref.finalize(self, _end, shelf, _ReadingThread.fill(shelf, read))
 
     @override
     def get(self, most: int | None = None) -> T | None:
@@ -97,8 +93,53 @@ class _InThread(AbstractReadings[T]):
     @override
     def stop(self) -> tuple[list[T], BaseException | None]:
         self._shelf.close()
-        self._thread.join()
+        while not self._shelf.wait_for_end(_LOOK_S):
+            pass
         return self._shelf.rest()
+
+
+@final
+class _ReadingThread(threading.Thread):
+    """A thread that fills one shelf after another.
+
+    One thread per epoch would cost memory: glibc allocates for each new thread in another of its arenas, and every arena keeps the
+    memory of the batches that were read there.
+    """
+
+    _idle: "list[_ReadingThread]" = []
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._shelves: SimpleQueue[tuple[_Shelf[Any], Callable[[], Any], contextvars.Context]] = SimpleQueue()
+
+    @classmethod
+    def fill(cls, shelf: "_Shelf[T]", read: Callable[[], T | None]) -> threading.Thread:
+        """Returns the thread that fills `shelf` with the results of `read`. It is idle again when the shelf has ended."""
+        try:
+            thread = cls._idle.pop()
+        except IndexError:
+            thread = cls()
+            thread.start()
+        thread.name = "phalanx-prefetch"
+        # The context of the caller, because a user's generator may ask for the current strategy.
+        thread._shelves.put((shelf, read, contextvars.copy_context()))
+        return thread
+
+    @override
+    def run(self) -> None:
+        while True:
+            shelf, read, context = self._shelves.get()
+            context.run(_fill, shelf, read)
+            del read, context
+            # Before the shelf ends, because the consumer may then begin to read another.
+            self.name = "phalanx-idle"
+            self._idle.append(self)
+            shelf.end()
+            del shelf
+
+
+# A fork of the process does not have these threads.
+os.register_at_fork(after_in_child=_ReadingThread._idle.clear)
 
 
 def _fill(shelf: "_Shelf[T]", read: Callable[[], T | None]) -> None:
@@ -110,16 +151,14 @@ def _fill(shelf: "_Shelf[T]", read: Callable[[], T | None]) -> None:
             shelf.put(item)
     except BaseException as e:  # `take` raises it in the consumer's thread.
         shelf.fail(e)
-    finally:
-        shelf.end()
 
 
 def _end(shelf: "_Shelf[T]", thread: threading.Thread) -> None:
     shelf.close()
-    # The garbage collector may run the finalizer in any thread, including in the reading one, which cannot join itself.
+    # The garbage collector may run the finalizer in any thread, including in the reading one, which cannot wait for itself.
     if thread is not threading.current_thread():
         # A daemon thread that is inside `jax.device_put` at interpreter exit can crash the process.
-        thread.join(_EXIT_TIMEOUT_S)
+        shelf.wait_for_end(_EXIT_TIMEOUT_S)
 
 
 class _Shelf(Generic[T]):
@@ -160,6 +199,11 @@ class _Shelf(Generic[T]):
             self._ended = True
             self._change.notify_all()
 
+    def wait_for_end(self, timeout_s: float) -> bool:
+        """Waits until nothing more will be put here. Returns False if that takes longer."""
+        with self._change:
+            return self._change.wait_for(lambda: self._ended, timeout_s)
+
     def close(self) -> None:
         with self._change:
             self._closed = True
@@ -184,7 +228,7 @@ class _Shelf(Generic[T]):
         return None
 
     def rest(self) -> tuple[list[T], BaseException | None]:
-        # No lock: the thread has ended before `stop` calls this.
+        # No lock: the shelf has ended before `stop` calls this.
         rest = list(self._items), self._failure
         self._items, self._failure = deque(), None
         return rest
