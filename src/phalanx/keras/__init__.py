@@ -13,6 +13,7 @@ from phalanx.keras.embedding import ShardedEmbedding
 from phalanx.keras.kernels import set_cpu_kernels
 from phalanx.keras.logits import set_logits_recovery
 from phalanx.keras.model_checkpoint import ModelCheckpoint
+from phalanx.keras.optax_optimizer import OptaxOptimizer
 from phalanx.keras.sidecar import SidecarEvaluator
 from phalanx.keras.tensorboard import TensorBoard
 from phalanx.keras.tracking import Tracking
@@ -21,6 +22,7 @@ __all__ = [
     "BackupAndRestore",
     "DatasetCreator",
     "ModelCheckpoint",
+    "OptaxOptimizer",
     "ShardedEmbedding",
     "SidecarEvaluator",
     "SyncCheck",

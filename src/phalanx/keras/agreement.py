@@ -10,6 +10,7 @@ import keras
 import numpy as np
 from keras.callbacks import Callback
 
+from phalanx._src import compat
 from phalanx._src.checkpoint import text
 from phalanx._src.cluster.watch import watch
 from phalanx._src.input.wire import exchange_bytes
@@ -82,8 +83,7 @@ def _states_of(model: keras.Model, callbacks: Sequence[Callback]) -> States:
     """Returns the values that must be equal in all processes. Callbacks first, because they set the learning rate."""
     optimizers = [o for o in getattr(model.optimizer, "optimizers", [model.optimizer]) if o is not None]
     owners = [(c, _steering_of(c)) for c in callbacks]
-    # The text of a number of 32 bits is shorter than that of the same number with 64 bits.
-    owners += [(o, {"learning_rate": float(str(np.asarray(o.learning_rate)))}) for o in optimizers]
+    owners += [(o, {"learning_rate": compat.known_rate(o)}) for o in optimizers]
     states: dict[str, Mapping[str, PyTree]] = {}
     for owner, attributes in owners:
         kind = type(owner).__name__

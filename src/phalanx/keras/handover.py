@@ -109,9 +109,9 @@ class Run:
         """Calls `on_epoch_begin` for an epoch that was saved after its beginning, whose effects the backup contains already."""
         optimizer = self.hooks.model.optimizer
         # A `LearningRateScheduler` may compute the rate from the present one, which already has the effect of this beginning.
-        rate = np.asarray(getattr(optimizer, "learning_rate", 0.0))
+        rate = compat.known_rate(optimizer)
         self.hooks.on_epoch_begin(epoch)
-        if rate != np.asarray(getattr(optimizer, "learning_rate", 0.0)):
+        if rate != compat.known_rate(optimizer):
             optimizer.learning_rate = rate
         set_generators(restored["random"])
         self._set_states()

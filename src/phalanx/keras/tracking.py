@@ -10,6 +10,7 @@ import keras
 import numpy as np
 from typing_extensions import override
 
+from phalanx._src import compat
 from phalanx._src.cluster.watch.watch import step_times
 from phalanx._src.tracing.records import Record
 from phalanx.errors import InvalidArgumentError, arguments, shown
@@ -185,8 +186,5 @@ def _learning_rates(optimizer: Any) -> dict[str, float]:
     several = getattr(optimizer, "optimizers", None)
     if several is not None:
         return {f"learning_rate_{one.name}": float(one.learning_rate) for one in several}
-    return (
-        {}
-        if not isinstance(optimizer, keras.optimizers.Optimizer)
-        else {"learning_rate": float(optimizer.learning_rate)}
-    )
+    is_known = isinstance(optimizer, keras.optimizers.Optimizer) and compat.known_rate(optimizer) is not None
+    return {"learning_rate": float(optimizer.learning_rate)} if is_known else {}

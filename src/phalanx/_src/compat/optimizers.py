@@ -9,15 +9,17 @@ from typing import Any, TypeVar
 
 import jax
 import keras
+import numpy as np
 from keras import Variable
+from typing_extensions import override
 
 from phalanx._src.compat.facts import facts_of, note_facts
 from phalanx._src.compat.hooks import extend
-from phalanx._src.compat.layouts import layout_path
+from phalanx._src.compat.layouts import layout_of, layout_path
 from phalanx._src.compat.scope import lift_scope, surrounding_scope
 from phalanx._src.compat.tables import initializer_of, make_table
 from phalanx._src.compat.undo import transaction
-from phalanx._src.compat.variables import make_on_demand
+from phalanx._src.compat.variables import FirstValue, make_on_demand
 from phalanx.errors import InvalidArgumentError
 from phalanx.typing import PyTree
 
@@ -27,6 +29,16 @@ _R = TypeVar("_R")
 def learning_rate_of(optimizer: keras.optimizers.Optimizer) -> object:
     """Returns the object that determines the learning rate: a variable, a schedule or a function."""
     return inner_of(optimizer)._learning_rate
+
+
+def known_rate(optimizer: object) -> float | None:
+    """Returns the current learning rate. None if there is no optimizer, or only its update knows the rate."""
+    joint = getattr(optimizer, "inner_optimizer", optimizer)
+    if isinstance(joint, JointOptimizer) and joint.rate is None:
+        return None
+    rate = getattr(optimizer, "learning_rate", None)
+    # The text of a number of 32 bits is shorter than that of the same number with 64 bits.
+    return None if rate is None else float(str(np.asarray(rate)))
 
 
 def inner_of(optimizer: keras.optimizers.Optimizer) -> keras.optimizers.Optimizer:
@@ -289,12 +301,55 @@ def _add_variable_from_reference(
 ) -> Variable:
     make = functools.partial(original, self, reference_variable, *args, **kwargs)
     slot = make() if initializer_of(reference_variable) is None else make_table(make)
-    facts = note_facts(slot)
-    facts.reference = weakref.ref(reference_variable)
-    # The path of a slot contains the path of its variable with other separators, so it cannot be looked up by path.
-    facts.layout_path = layout_path(reference_variable)
-    facts.is_elementwise = updates_elementwise(self, reference_variable)
+    note_reference(slot, reference_variable)
+    note_facts(slot).is_elementwise = updates_elementwise(self, reference_variable)
     return slot
+
+
+def note_reference(slot: Variable, reference: Variable) -> None:
+    """Makes `slot` belong to the variable `reference`, and be sharded like it."""
+    facts = note_facts(slot)
+    facts.reference = weakref.ref(reference)
+    # The path of a slot contains the path of its variable with other separators, so it cannot be looked up by path.
+    facts.layout_path = layout_path(reference)
+
+
+class JointOptimizer(keras.optimizers.Optimizer):
+    """An optimizer whose update of a variable may depend on the values and gradients of all others."""
+
+    @property
+    def rate(self) -> Variable | None:
+        """The variable that holds the learning rate. None if there is none."""
+        return None
+
+    def update(self, gradients: Sequence[Any], variables: Sequence[Variable]) -> None:
+        """Updates the variables and the slots. Variables without a gradient are missing."""
+        raise NotImplementedError
+
+    def add_slot(
+        self, name: str, first: FirstValue, shape: Sequence[int], dtype: str, reference: Variable | None
+    ) -> Variable:
+        """Returns a new variable of the optimizer.
+
+        Args:
+          name: its name.
+          first: its first value.
+          shape: its shape.
+          dtype: its dtype.
+          reference: the trained variable that it belongs to. None if it belongs to the whole optimizer.
+        """
+        if reference is None:
+            # As of a count: numbers without a mean are equal on all replicas.
+            aggregation = "none" if keras.backend.is_float_dtype(dtype) else "only_first_replica"
+            return self.add_variable(shape, first, dtype, aggregation, name=name)
+        name = f"{reference.path.replace('/', '_')}_{name}"
+        slot = self.add_variable(shape, first, dtype, layout=layout_of(reference), name=name)
+        note_reference(slot, reference)
+        return slot
+
+    @override
+    def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Variable]) -> None:
+        self.update(grads, trainable_variables)
 
 
 BaseOptimizer = next(c for c in keras.optimizers.Optimizer.__mro__ if "apply_gradients" in vars(c))

@@ -249,7 +249,7 @@ BaseOptimizer.__init_subclass__ = classmethod(_hear_builds_of_subclass)
 def set_first_value(variable: Variable, value: Any) -> bool:
     """Sets the value that a variable begins with, or assigns it. Returns False if a step is traced that has already read it."""
     if is_new(variable):
-        variable._initializer = FirstValue(value)
+        variable._initializer = FirstValue(lambda: value)
         return True
     if active_scope() is not None:
         return False

@@ -302,12 +302,16 @@ def _make(original: Callable[..., Any], self: Variable, initializer: object, *ar
 
 @dataclass(frozen=True)
 class FirstValue:
-    """An initializer that returns a known value."""
+    """An initializer that returns one value.
 
-    value: ArrayLike
+    Args:
+      compute: returns the value. It may be called several times.
+    """
+
+    compute: Callable[[], ArrayLike]
 
     def __call__(self, shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
-        array: jax.Array = keras.ops.convert_to_tensor(self.value, dtype=dtype)
+        array: jax.Array = keras.ops.convert_to_tensor(self.compute(), dtype=dtype)
         return array
 
 
@@ -328,9 +332,9 @@ def _initialize(original: Callable[..., Any], self: Variable, initializer: Calla
     least = settings.hollow_bytes
     if least is not None and math.prod(self._shape) * jnp.dtype(self._dtype).itemsize >= least:
         hollow(self)
-    elif layout is not None and isinstance(initializer, FirstValue) and spans_processes(initializer.value):
+    elif layout is not None and isinstance(initializer, FirstValue) and spans_processes(initializer.compute()):
         # A program may not have such an array as a constant.
-        self._value = put_shards(initializer.value, layout)
+        self._value = put_shards(initializer.compute(), layout)
     elif layout is not None and not isinstance(getattr(initializer, "seed", None), keras.random.SeedGenerator):
         # One program, whose values do not depend on the mesh, and of which each process computes its own shards.
         draw = lambda: self._convert_to_tensor(initializer(self._shape, dtype=self._dtype))  # noqa: E731

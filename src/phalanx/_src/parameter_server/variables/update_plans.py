@@ -137,6 +137,12 @@ class UpdatePlans:
                 "each server sees only some of the gradients, so none can check that all are finite.",
                 "ParameterServerStrategy(ps=1)",
             )
+        if isinstance(update.optimizer, compat.JointOptimizer):
+            raise InvalidArgumentError(
+                f"{name} over {len(servers)} parameter servers",
+                "each server has only some of the variables, but the update of one may depend on all others.",
+                "ParameterServerStrategy(ps=1); or an optimizer of Keras",
+            )
         if self.clips(update) and update.optimizer.gradient_accumulation_steps:
             raise InvalidArgumentError(
                 f"{name} with gradient_accumulation_steps over {len(servers)} parameter servers",
