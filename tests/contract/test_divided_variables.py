@@ -6,6 +6,7 @@ import re
 import jax
 import keras
 import numpy as np
+import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 from strategy_table import DEVICES, devices
@@ -209,22 +210,23 @@ def bytes_of_first_device(variables):
     return sum(s.data.nbytes for v in variables for s in v.value.addressable_shards if s.device == device)
 
 
-def wide(strategy):
+def wide(strategy, make_optimizer):
     """A model whose kernels are large, and its step as a program."""
     with strategy.scope():
         layers = [keras.layers.Dense(256, activation="relu"), keras.layers.Dense(256), keras.layers.Dense(2)]
-        model, optimizer = keras.Sequential([keras.layers.Input((4,)), *layers]), adam()
+        model, optimizer = keras.Sequential([keras.layers.Input((4,)), *layers]), make_optimizer()
     step = step_of(model, optimizer)
     program = phalanx.function(lambda x: strategy.run(step, args=(x,)))
     program(batch_of(strategy))
     return [*model.variables, *optimizer.variables], program
 
 
-def test_bytes_and_collectives_of_a_step():
+@pytest.mark.parametrize("make_optimizer", [adam, lambda: phalanx.keras.OptaxOptimizer(optax.adam(0.1))])
+def test_bytes_and_collectives_of_a_step(make_optimizer):
     """A quarter of the variables is on each replica. Gradients are scattered, variables gathered, and nothing large is summed on all."""
     strategy = phalanx.MirroredStrategy(devices(4), layout=phalanx.fully_sharded())
-    parts, program = wide(strategy)
-    whole, _ = wide(phalanx.MirroredStrategy(devices(4), weight_update_sharding=False))
+    parts, program = wide(strategy, make_optimizer)
+    whole, _ = wide(phalanx.MirroredStrategy(devices(4), weight_update_sharding=False), adam)
     assert bytes_of_first_device(parts) <= 0.30 * bytes_of_first_device(whole)
     text = program.lower(batch_of(strategy)).compile().as_text()
     assert collectives(text, "reduce-scatter") == 256 * 256 / 4
