@@ -83,7 +83,7 @@ REASONS = {
     "JAX's own indexing, of the array that it acts as": """
         _ActsAsArray.__getitem__""",
     "it raises whatever the argument is": """
-        RemoteValue.__getitem__""",
+        RemoteValue.__getitem__ OptaxOptimizer.from_config""",
     "it takes no arguments": """
         _ActsAsArray.__len__""",
     "it needs processes of Ray, whose tests are in tests/cluster and tests/unit/coordinator": """
@@ -102,7 +102,8 @@ REASONS = {
         ModelCheckpoint.on_epoch_end ModelCheckpoint.on_train_end BackupAndRestore.on_epoch_end
         BackupAndRestore.on_train_end SyncCheck.on_train_end ScalarCallback.on_epoch_begin
         ScalarCallback.on_epoch_end ScalarCallback.on_test_end ScalarCallback.on_train_end
-        TensorBoard.on_test_batch_begin ShardedEmbedding.build ShardedEmbedding.call""",
+        TensorBoard.on_test_batch_begin ShardedEmbedding.build ShardedEmbedding.call
+        OptaxOptimizer.save_own_variables""",
 }
 EXEMPT = " ".join([*REASONS.values(), *bad_estimators.REASONS.values()]).split()
 """Public callables without a case, each with the reason."""

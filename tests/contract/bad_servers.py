@@ -4,6 +4,7 @@ import functools
 
 import keras
 import numpy as np
+import optax
 import tensorboardX  # noqa: F401  (It sets a variable of the environment, which no test may.)
 from bad_values import ALL, ARRAYS, COUNT, DTYPES, INDEX, INTEGER, NONE, SECONDS, TEXTS, VALUES, Case, named
 
@@ -130,6 +131,7 @@ def of_keras():
     model.compile("sgd", "mse")
     data = (np.ones((2, 1), "float32"), np.ones((2, 1), "float32"))
     creator = phalanx.keras.DatasetCreator(lambda context: [np.ones(2)])
+    optimizer, variable = phalanx.keras.OptaxOptimizer(optax.sgd(0.1)), keras.Variable(np.ones(2, "float32"))
 
     def restored(switch):
         @functools.wraps(switch)
@@ -149,6 +151,11 @@ def of_keras():
             # Keras takes arrays and functions for initializers, and looks at them when the layer is built.
             takes={"embeddings_initializer": ALL - NOT_INITIALIZERS},
             functions=("embeddings_initializer",),
+        ),
+        Case(
+            phalanx.keras.OptaxOptimizer,
+            {"transformation": optax.sgd(0.1)},
+            takes={"name": NONE | TEXTS - {"no text"}},
         ),
         Case(
             phalanx.keras.SidecarEvaluator,
@@ -177,7 +184,17 @@ def of_keras():
         Case(phalanx.keras.Tracking, {"writer": phalanx.summary.create_noop_writer()}, takes={"update_freq": COUNT}),
         Case(restored(phalanx.keras.set_cpu_kernels), {"enabled": True}, takes={"enabled": {"True"}}),
         Case(restored(phalanx.keras.set_logits_recovery), {"enabled": True}, takes={"enabled": {"True"}}),
-    ) | {"DatasetCreator.__call__": Case(creator, {"context": phalanx.InputContext()})}
+    ) | {
+        "DatasetCreator.__call__": Case(creator, {"context": phalanx.InputContext()}),
+        "OptaxOptimizer.apply": Case(
+            optimizer.apply, {"grads": {"a": np.ones(2)}, "trainable_variables": {"a": variable}}
+        ),
+        "OptaxOptimizer.build": Case(
+            lambda variables: phalanx.keras.OptaxOptimizer(optax.sgd(0.1)).build(variables),
+            {"variables": [variable]},
+            takes={"variables": {"variable"}},
+        ),
+    }
 
 
 def of_processes():

@@ -4,9 +4,9 @@
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence, ValuesView
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -31,18 +31,6 @@ _INSTEAD = {
     "global_clipnorm": "optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))",
     "gradient_accumulation_steps": "optax.MultiSteps(optax.adamw(1e-3), every_k_schedule=4)",
 }
-
-
-class GradientTransformation(Protocol):
-    """What `OptaxOptimizer` runs: any object with the two functions of `optax.GradientTransformation`."""
-
-    @property
-    def init(self) -> Callable[..., PyTree]:
-        """Returns the first state for a pytree of parameters."""
-
-    @property
-    def update(self) -> Callable[..., tuple[PyTree, PyTree]]:
-        """Returns the updates and the new state for gradients, the state and the parameters."""
 
 
 @keras.saving.register_keras_serializable(package="phalanx")
@@ -79,7 +67,7 @@ class OptaxOptimizer(JointOptimizer):
       [(32, 64), (32, 64)]
     """
 
-    def __init__(self, transformation: GradientTransformation, name: str | None = None, **options: PyTree) -> None:
+    def __init__(self, transformation: PyTree, name: str | None = None, **options: PyTree) -> None:
         functions = [getattr(transformation, n, None) for n in ("init", "update")]
         if isinstance(transformation, type) or not all(map(callable, functions)):
             raise InvalidArgumentError(
@@ -96,17 +84,11 @@ class OptaxOptimizer(JointOptimizer):
             )
         if name is not None and not (isinstance(name, str) and name and "/" not in name):
             raise InvalidArgumentError(f"name={shown(name)}", "must be a text without '/', or None.", 'name="adamw"')
-        super().__init__(self._required_rate, name=name)
+        super().__init__(self._update, self._rate, name)
         self._transformation = transformation
         self._tree: _Tree | None = None
         self._state: tuple[Variable, ...] = ()
         self._kinds: tuple[str, ...] = ()
-
-    @property
-    @override
-    def rate(self) -> Variable | None:
-        rates = [v for v, kind in zip(self._state, self._kinds, strict=True) if kind.endswith(_RATE)]
-        return rates[0] if len(rates) == 1 else None
 
     @property
     def learning_rate(self) -> Variable:
@@ -115,21 +97,22 @@ class OptaxOptimizer(JointOptimizer):
         Raises:
           InvalidArgumentError: there is none, or there are several; or it is assigned, and a schedule computes it.
         """
-        return self._required_rate()
+        return self._rate()
 
     @learning_rate.setter
     def learning_rate(self, value: PyTree) -> None:
-        rate = self._required_rate()
+        rate = self._rate()
         if any(_SCHEDULE in kind for kind in self._kinds):
             raise _no_rate("a schedule computes it at each step, so that a value would be lost.")
         rate.assign(value)
 
-    def _required_rate(self) -> Variable:
+    def _rate(self) -> Variable:
         if self._tree is None:
             raise _no_rate("the optimizer is not built yet.", "optimizer.build(model.trainable_variables)")
-        if self.rate is None:
+        rates = [v for v, kind in zip(self._state, self._kinds, strict=True) if kind.endswith(_RATE)]
+        if len(rates) != 1:
             raise _no_rate("the transformation does not show one learning rate: its functions contain it.")
-        return self.rate
+        return rates[0]
 
     @override
     def build(self, variables: PyTree) -> None:
@@ -168,8 +151,8 @@ class OptaxOptimizer(JointOptimizer):
             return values
 
         def add(index: int, kind: str) -> Variable:
-            first, leaf = FirstValue(lambda: first_values()[index]), shapes[index][1]
-            return self.add_slot(kind, first, leaf.shape, leaf.dtype.name, owners[index][1])
+            first = FirstValue(lambda: first_values()[index])
+            return compat.add_slot(self, kind, first, shapes[index][1], owners[index][1])
 
         self._kinds = tuple(keystr(path, simple=True, separator="_").replace("/", "_") or "state" for path, _ in owners)
         self._state = tuple(itertools.starmap(add, enumerate(self._kinds)))
@@ -200,13 +183,12 @@ class OptaxOptimizer(JointOptimizer):
         gradients = tree.flatten(grads)
         if self._tree is None:
             with keras.name_scope(self.name, caller=self):
-                self.build(trainable_variables)
+                self.build(tree.join(tree.variables))
         elif set(map(id, tree.variables)) != set(map(id, self._tree.variables)):
             raise self._refuse(tree.variables)
         super().apply(gradients, tree.variables)
 
-    @override
-    def update(self, gradients: Sequence[Any], variables: Sequence[Variable]) -> None:
+    def _update(self, gradients: Sequence[Any], variables: Sequence[Variable]) -> None:
         tree, by_id = self._tree, dict(zip(map(id, variables), gradients, strict=True))
         assert tree is not None
         params = [v.value for v in tree.variables]
@@ -265,7 +247,7 @@ class OptaxOptimizer(JointOptimizer):
         paths = [v.path for key, v in {**known, **asked}.items() if not (key in known and key in asked)]
         return VariableError(
             f"OptaxOptimizer for {len(asked)} variables",
-            f"the optimizer was built for {len(known)} variables, and its state fits only these. The difference: {listed(paths)}.",
+            f"the optimizer was built for {len(known)} variables, and its state fits only these. The difference is {listed(paths) or 'nothing'}.",
             "pass the same variables at each step; a new OptaxOptimizer after a change of `trainable`; "
             "optax.masked(optax.adamw(1e-3), mask) to train some of them",
         )
@@ -285,7 +267,10 @@ class _Tree:
         Raises:
           InvalidArgumentError: it has other leaves, none, or one variable twice.
         """
-        variables, structure = jax.tree.flatten(params)
+        try:
+            variables, structure = jax.tree.flatten(_listed(params))
+        except ValueError:  # Of keys that cannot be sorted.
+            variables, structure = [params], None
         wrong = [x for x in variables if not isinstance(x, Variable)]
         if wrong or not variables or len(set(map(id, variables))) < len(variables):
             raise InvalidArgumentError(
@@ -308,15 +293,21 @@ class _Tree:
         # Keras passes flat lists or tuples, whatever the structure is.
         flat = [jax.tree.structure(kind([0] * len(self.variables))) for kind in (list, tuple)]
         for structure in (self.structure, *flat):
-            with contextlib.suppress(ValueError):
-                leaves: list[Any] = structure.flatten_up_to(gradients)
+            with contextlib.suppress(ValueError, RuntimeError):  # JAX cannot show a deleted array in its error.
+                leaves: list[Any] = structure.flatten_up_to(_listed(gradients))
                 if jax.tree_util.all_leaves([g for g in leaves if g is not None]):
                     return leaves
+        paths = [keystr(path) for path, _ in tree_flatten_with_path(self.join(self.variables))[0]]
         raise InvalidArgumentError(
-            f"OptaxOptimizer.apply(gradients={shown(jax.tree.structure(gradients))})",
-            f"the variables have another structure: {shown(self.structure)}.",
+            f"OptaxOptimizer.apply(gradients={shown(gradients)})",
+            f"must have the structure of the variables, which are at {listed(paths)}.",
             "loss, gradients = jax.value_and_grad(loss_of)(jax.tree.map(lambda v: v.value, variables))",
         )
+
+
+def _listed(tree: PyTree) -> PyTree:
+    """Returns a list instead of an iterator, which JAX takes for a leaf."""
+    return list(tree) if isinstance(tree, (Iterator, ValuesView)) else tree
 
 
 def _owner(places: dict[Any, Variable], path: tuple[Any, ...], shape: tuple[int, ...]) -> tuple[Any, Variable | None]:
@@ -331,7 +322,7 @@ def _owner(places: dict[Any, Variable], path: tuple[Any, ...], shape: tuple[int,
     return path, None
 
 
-def _shapes_of_state(transformation: GradientTransformation, tree: _Tree) -> tuple[list[tuple[Any, Any]], Any]:
+def _shapes_of_state(transformation: PyTree, tree: _Tree) -> tuple[list[tuple[Any, Any]], Any]:
     """Returns the paths and shapes of the arrays of a state, and its structure.
 
     Raises:

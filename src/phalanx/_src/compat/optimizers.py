@@ -33,10 +33,10 @@ def learning_rate_of(optimizer: keras.optimizers.Optimizer) -> object:
 
 def known_rate(optimizer: object) -> float | None:
     """Returns the current learning rate. None if there is no optimizer, or only its update knows the rate."""
-    joint = getattr(optimizer, "inner_optimizer", optimizer)
-    if isinstance(joint, JointOptimizer) and joint.rate is None:
+    try:
+        rate = getattr(optimizer, "learning_rate", None)
+    except InvalidArgumentError:  # Of a joint optimizer.
         return None
-    rate = getattr(optimizer, "learning_rate", None)
     # The text of a number of 32 bits is shorter than that of the same number with 64 bits.
     return None if rate is None else float(str(np.asarray(rate)))
 
@@ -228,7 +228,7 @@ def _apply(
     trainable_variables: Sequence[Variable] | None = None,
 ) -> None:
     scope = lift_scope()
-    if scope is None:
+    if scope is None and not isinstance(self, JointOptimizer):
         with transaction():
             return original(self, grads, trainable_variables)
     grads = list(grads)
@@ -239,6 +239,9 @@ def _apply(
             "outside the tape.",
             "with phalanx.GradientTape() as tape: around the call of the model and the loss",
         )
+    if scope is None:
+        with transaction():
+            return original(self, grads, trainable_variables)
     return scope.apply_gradients(self, functools.partial(original, self), grads, trainable_variables)
 
 
@@ -314,42 +317,50 @@ def note_reference(slot: Variable, reference: Variable) -> None:
     facts.layout_path = layout_path(reference)
 
 
+def add_slot(
+    optimizer: keras.optimizers.Optimizer, name: str, first: FirstValue, like: Any, reference: Variable | None
+) -> Variable:
+    """Returns a new variable of an optimizer.
+
+    Args:
+      optimizer: the optimizer.
+      name: name of the variable.
+      first: its first value.
+      like: array or shape with its shape and dtype.
+      reference: the trained variable that it belongs to. None if it belongs to the whole optimizer.
+    """
+    dtype = like.dtype.name
+    if reference is None:
+        # Numbers without a mean, as a count, are equal on all replicas.
+        aggregation = "none" if keras.backend.is_float_dtype(dtype) else "only_first_replica"
+        return optimizer.add_variable(like.shape, first, dtype, aggregation, name=name)
+    name = f"{reference.path.replace('/', '_')}_{name}"
+    slot = optimizer.add_variable(like.shape, first, dtype, layout=layout_of(reference), name=name)
+    note_reference(slot, reference)
+    return slot
+
+
 class JointOptimizer(keras.optimizers.Optimizer):
-    """An optimizer whose update of a variable may depend on the values and gradients of all others."""
+    """An optimizer whose update of a variable may depend on the values and gradients of all others.
 
-    @property
-    def rate(self) -> Variable | None:
-        """The variable that holds the learning rate. None if there is none."""
-        return None
+    Args:
+      update: updates the variables and slots, given gradients and variables. Variables without a gradient are missing.
+      learning_rate: returns the current learning rate.
+      name: name of the optimizer.
+    """
 
-    def update(self, gradients: Sequence[Any], variables: Sequence[Variable]) -> None:
-        """Updates the variables and the slots. Variables without a gradient are missing."""
-        raise NotImplementedError
-
-    def add_slot(
-        self, name: str, first: FirstValue, shape: Sequence[int], dtype: str, reference: Variable | None
-    ) -> Variable:
-        """Returns a new variable of the optimizer.
-
-        Args:
-          name: its name.
-          first: its first value.
-          shape: its shape.
-          dtype: its dtype.
-          reference: the trained variable that it belongs to. None if it belongs to the whole optimizer.
-        """
-        if reference is None:
-            # As of a count: numbers without a mean are equal on all replicas.
-            aggregation = "none" if keras.backend.is_float_dtype(dtype) else "only_first_replica"
-            return self.add_variable(shape, first, dtype, aggregation, name=name)
-        name = f"{reference.path.replace('/', '_')}_{name}"
-        slot = self.add_variable(shape, first, dtype, layout=layout_of(reference), name=name)
-        note_reference(slot, reference)
-        return slot
+    def __init__(
+        self,
+        update: Callable[[Sequence[Any], Sequence[Variable]], None],
+        learning_rate: Callable[[], Variable],
+        name: str | None,
+    ) -> None:
+        super().__init__(learning_rate, name=name)
+        self._update_jointly = update
 
     @override
     def _backend_apply_gradients(self, grads: Sequence[Any], trainable_variables: Sequence[Variable]) -> None:
-        self.update(grads, trainable_variables)
+        self._update_jointly(grads, trainable_variables)
 
 
 BaseOptimizer = next(c for c in keras.optimizers.Optimizer.__mro__ if "apply_gradients" in vars(c))
