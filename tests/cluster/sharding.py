@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import keras
 import numpy as np
+import optax
 import stores  # noqa: F401  (registers the store of `store://`)
 from training import make_model
 
@@ -108,6 +109,24 @@ def load_whole(strategy: phalanx.Strategy, path: str) -> list[float]:
     trained = Trained(strategy, 2)
     trained.checkpoint.restore(path)
     return trained.losses()
+
+
+def train_with_optax(strategy: phalanx.Strategy) -> list[list[float]]:
+    """Trains a pytree of variables in shards, with a short last batch. Returns a matrix and the bytes that are here of all three of its shape."""
+    sharded = _sharded(strategy, 1)
+    with sharded.scope():
+        params = {"w": phalanx.Variable(np.ones((6, 4), "float32"))}
+        optimizer = phalanx.keras.OptaxOptimizer(optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.1)))
+
+    def step(x: jax.Array) -> None:
+        loss_of = lambda w: phalanx.nn.compute_average_loss(((x @ w) ** 2).mean(-1))  # noqa: E731
+        optimizer.apply({"w": jax.grad(loss_of)(params["w"].value)}, params)
+
+    for batch in sharded.experimental_distribute_dataset(X[:19], batch_size=16):
+        sharded.run(step, args=(batch,))
+    like = [v for v in (params["w"], *optimizer.variables) if v.shape == (6, 4)]
+    num_bytes = [float(shard.data.nbytes) for v in like for shard in v.value.addressable_shards]
+    return [*params["w"].numpy().tolist(), num_bytes]
 
 
 def bytes_of_large_model(strategy: phalanx.Strategy, folder: str) -> dict[str, float]:

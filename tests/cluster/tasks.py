@@ -30,6 +30,7 @@ from sharding import (  # noqa: F401
     restore_before_slots,
     save_in_all,
     save_shards,
+    train_with_optax,
 )
 from training import (  # noqa: F401
     accumulated,

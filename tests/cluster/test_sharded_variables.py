@@ -2,7 +2,10 @@
 
 import re
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 import sharding
 
@@ -81,6 +84,18 @@ def test_no_process_holds_a_whole_variable(cluster_of, tmp_path, size):
     """Created, trained, saved and loaded: each process has its part, and little else."""
     for parts in cluster_of(*size).call("bytes_of_large_model", folder=str(tmp_path)):
         assert max(parts.values()) < 1.2 / size[0], parts
+
+
+def test_optax_updates_the_shards_of_each_process(cluster_of):
+    """As a loop of Optax on one device: the gradients are clipped by their norm over both processes."""
+    tx, w = optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(0.1)), jnp.ones((6, 4))
+    state = tx.init(w)
+    for rows in (sharding.X[:16], sharding.X[16:19]):
+        updates, state = tx.update(jax.grad(lambda w, x: ((x @ w) ** 2).mean())(w, rows), state, w)
+        w = optax.apply_updates(w, updates)
+    for *rows, num_bytes in cluster_of(2, 1).call("train_with_optax"):
+        np.testing.assert_allclose(rows, w, rtol=1e-5, atol=1e-6)
+        assert num_bytes == [6 * 4 * 4 / 2] * 3
 
 
 def test_reads_that_not_all_processes_make(cluster_of):

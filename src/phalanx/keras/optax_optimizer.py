@@ -52,7 +52,7 @@ class OptaxOptimizer(JointOptimizer):
       **options: other arguments of Keras optimizers, which are refused.
 
     Raises:
-      InvalidArgumentError: `transformation` has no functions `init` and `update`, or an option of Keras optimizers is passed.
+      InvalidArgumentError: `transformation` has no functions `init` and `update`, or an argument of other optimizers is passed.
 
     Source: optax.GradientTransformation.
 

@@ -6,6 +6,7 @@ from functools import partial
 
 import keras
 import numpy as np
+import optax
 import pytest
 from processes import wait_until
 from server_training import BATCHES, assert_same, by_keras, do, mlp, new_counter, parts, training
@@ -155,6 +156,7 @@ def test_asynchronous_training_learns(strategy_of, workers):
 
 
 OF_ONE_SERVER = {
+    "optax": lambda: phalanx.keras.OptaxOptimizer(optax.chain(optax.clip_by_global_norm(0.1), optax.adam(0.01))),
     "lamb": lambda: keras.optimizers.Lamb(0.01),
     "adafactor": lambda: keras.optimizers.Adafactor(0.01),
     "muon": lambda: keras.optimizers.Muon(0.01),
@@ -163,7 +165,7 @@ OF_ONE_SERVER = {
 }
 
 
-@pytest.mark.cover(["name"], {"clipped accumulation", "loss scale"})
+@pytest.mark.cover(["name"], {"clipped accumulation", "loss scale", "optax"})
 @pytest.mark.parametrize("name", OF_ONE_SERVER)
 def test_optimizers_that_must_see_all(strategy, coordinator, name):
     """With one server they make the updates of plain Keras, whichever worker does the next step."""

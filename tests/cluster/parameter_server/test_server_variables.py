@@ -5,6 +5,7 @@ import io
 
 import keras
 import numpy as np
+import optax
 import pytest
 import ray
 from processes import DIVIDED, wait_until
@@ -152,8 +153,9 @@ def test_divided_variables_train_alike(coordinator, strategy, name):
         (lambda of: of.Adafactor(0.1), "depends on all rows of the variable"),
         (lambda of: of.Muon(0.1), "depends on all rows of the variable"),
         (lambda of: of.SGD(0.1, global_clipnorm=0.1, gradient_accumulation_steps=2), "clip"),
+        (lambda of: phalanx.keras.OptaxOptimizer(optax.adam(0.1)), "the update of one may depend on all others"),
     ],
-    ids=["loss_scale", "lamb", "adafactor", "muon", "clipped accumulation"],
+    ids=["loss_scale", "lamb", "adafactor", "muon", "clipped accumulation", "optax"],
 )
 def test_optimizers_that_must_see_all(coordinator, strategy, make, why):
     """Where the parts of an update depend on each other, two servers cannot do it: an error says so."""
