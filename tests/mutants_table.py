@@ -593,6 +593,27 @@ FAULTS = [
         "unit/keras/test_programs.py",
     ),
     Fault(
+        "the state of a transformation of Optax is whole on each replica",
+        "optax_optimizer:_owner",
+        "if variable is not None and tuple(variable.shape) == shape:",
+        "if False:",
+        "contract/test_law_optax.py",
+    ),
+    Fault(
+        "a variable without a gradient decays",
+        "optax_optimizer:OptaxOptimizer._update",
+        "if id(v) in by_id:",
+        "if True:",
+        "unit/keras/test_optax_optimizer.py",
+    ),
+    Fault(
+        "gradients in the order of another structure",
+        "optax_optimizer:_Tree.flatten",
+        "if is_ordered or self.structure in flat",
+        "if True",
+        "unit/keras/test_optax_optimizer.py",
+    ),
+    Fault(
         "predictions of an unknown number are held twice",
         "predictions:_GrowingRows.add",
         "if expected is None and",

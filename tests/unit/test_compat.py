@@ -301,6 +301,20 @@ def test_optimizer_apply_opens_update_context():
     assert scope.of("apply") == [("apply", [1.0], 0), ("apply", [2.0], 0), ("apply", [3.0], 1), ("apply", [4.0], 1)]
 
 
+def test_joint_optimizer_gets_all_gradients_at_once():
+    """`_backend_apply_gradients` is what `apply` calls for all variables that have a gradient."""
+    calls = []
+    optimizer = compat.JointOptimizer(lambda *pairs: calls.append(pairs), lambda: None, "joint")
+    a, b = keras.Variable(1.0), keras.Variable(2.0)
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        optimizer.apply([jnp.float32(3), None], [a, b])
+    optimizer.apply([jnp.float32(3), jnp.float32(4)], [a, b])
+    assert [(list(map(float, gradients)), variables) for gradients, variables in calls] == [
+        ([3], [a]),
+        ([3, 4], [a, b]),
+    ]
+
+
 def test_optimizer_outside_scope_is_that_of_keras():
     """Without a scope they are Keras's own, and take the flag too."""
     v, optimizer = keras.Variable(0.0), keras.optimizers.SGD(0.5)

@@ -3,7 +3,6 @@
 
 import contextlib
 import functools
-import itertools
 from collections.abc import Iterator, Sequence, ValuesView
 from dataclasses import dataclass
 from typing import Any, Self
@@ -11,6 +10,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import keras
+import numpy as np
 from jax.tree_util import keystr, tree_flatten_with_path
 from typing_extensions import override
 
@@ -22,15 +22,6 @@ from phalanx.typing import PyTree
 
 _RATE, _SCHEDULE = "hyperparams_learning_rate", "hyperparams_states_learning_rate"
 """The ends of the names of the learning rate, and of what its schedule counts, in a state of `optax.inject_hyperparams`."""
-
-_INSTEAD = {
-    "learning_rate": "optax.adamw(1e-3)",
-    "weight_decay": "optax.adamw(1e-3, weight_decay=0.01)",
-    "clipnorm": "optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))",
-    "clipvalue": "optax.chain(optax.clip(1.0), optax.adamw(1e-3))",
-    "global_clipnorm": "optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))",
-    "gradient_accumulation_steps": "optax.MultiSteps(optax.adamw(1e-3), every_k_schedule=4)",
-}
 
 
 @keras.saving.register_keras_serializable(package="phalanx")
@@ -80,13 +71,14 @@ class OptaxOptimizer(JointOptimizer):
             raise InvalidArgumentError(
                 f"OptaxOptimizer({option}={shown(value)})",
                 "it has no options, because the transformation does all that is done to gradients.",
-                f"OptaxOptimizer({_INSTEAD.get(option, 'optax.adamw(1e-3)')})",
+                "optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3, weight_decay=0.01)), or optax.MultiSteps for accumulation",
             )
         if name is not None and not (isinstance(name, str) and name and "/" not in name):
             raise InvalidArgumentError(f"name={shown(name)}", "must be a text without '/', or None.", 'name="adamw"')
-        super().__init__(self._update, self._rate, name)
+        super().__init__(self._update, lambda: self.learning_rate, name)
         self._transformation = transformation
         self._tree: _Tree | None = None
+        self._state_structure: PyTree = None
         self._state: tuple[Variable, ...] = ()
         self._kinds: tuple[str, ...] = ()
 
@@ -97,22 +89,19 @@ class OptaxOptimizer(JointOptimizer):
         Raises:
           InvalidArgumentError: there is none, or there are several; or it is assigned, and a schedule computes it.
         """
-        return self._rate()
-
-    @learning_rate.setter
-    def learning_rate(self, value: PyTree) -> None:
-        rate = self._rate()
-        if any(_SCHEDULE in kind for kind in self._kinds):
-            raise _no_rate("a schedule computes it at each step, so that a value would be lost.")
-        rate.assign(value)
-
-    def _rate(self) -> Variable:
         if self._tree is None:
             raise _no_rate("the optimizer is not built yet.", "optimizer.build(model.trainable_variables)")
         rates = [v for v, kind in zip(self._state, self._kinds, strict=True) if kind.endswith(_RATE)]
         if len(rates) != 1:
             raise _no_rate("the transformation does not show one learning rate: its functions contain it.")
         return rates[0]
+
+    @learning_rate.setter
+    def learning_rate(self, value: PyTree) -> None:
+        rate = self.learning_rate
+        if any(_SCHEDULE in kind for kind in self._kinds):
+            raise _no_rate("a schedule computes it at each step, so that a value would be lost.")
+        rate.assign(value)
 
     @override
     def build(self, variables: PyTree) -> None:
@@ -140,22 +129,35 @@ class OptaxOptimizer(JointOptimizer):
         places = dict(zip(paths, tree.variables, strict=True))
         owners = [_owner(places, path, leaf.shape) for path, leaf in shapes]
 
+        # The state is divided like the variables, so that no device has a whole one.
+        shardings = [None if v is None else compat.layout_of_shards(v) for _, v in owners]
+
+        def leaves(params: Sequence[Any]) -> list[jax.Array]:
+            # Copies, because JAX returns equal results as one array, which cannot be donated twice.
+            return [jnp.copy(x) for x in jax.tree.leaves(self._transformation.init(tree.join(params)))]
+
         @functools.cache
         def first_values() -> list[jax.Array]:
-            # One program for all. Its results are divided like the variables, so that no device has a whole one.
-            shardings = [None if v is None else compat.layout_of_shards(v) for _, v in owners]
-            # Copies, because JAX returns equal results as one array, which cannot be donated twice.
-            leaves = lambda params: [jnp.copy(x) for x in jax.tree.leaves(self._transformation.init(params))]  # noqa: E731
-            init = jax.jit(leaves, out_shardings=shardings)
-            values: list[jax.Array] = init(tree.join([v.value for v in tree.variables]))
+            values: list[jax.Array] = jax.jit(leaves, out_shardings=shardings)([v.value for v in tree.variables])
             return values
 
-        def add(index: int, kind: str) -> Variable:
-            first = FirstValue(lambda: first_values()[index])
-            return compat.add_slot(self, kind, first, shapes[index][1], owners[index][1])
+        def first_value(index: int) -> jax.Array:
+            if not any(map(compat.is_hollow, tree.variables)):
+                return first_values()[index]
+
+            # Some arrays are never made, so this process makes each of the others alone.
+            def make() -> jax.Array:
+                return leaves([jnp.zeros(v.shape, compat.dtype_of(v)) for v in tree.variables])[index]
+
+            value: jax.Array = jax.jit(make, out_shardings=shardings[index])()
+            return value
+
+        def add(index: int) -> Variable:
+            first = FirstValue(functools.partial(first_value, index))
+            return compat.add_slot(self, self._kinds[index], first, shapes[index][1], owners[index][1])
 
         self._kinds = tuple(keystr(path, simple=True, separator="_").replace("/", "_") or "state" for path, _ in owners)
-        self._state = tuple(itertools.starmap(add, enumerate(self._kinds)))
+        self._state = tuple(map(add, range(len(owners))))
         self._tree, self._state_structure = tree, structure
 
     @override
@@ -180,7 +182,7 @@ class OptaxOptimizer(JointOptimizer):
                 "the optimizer does not know its variables.",
                 "optimizer.apply(gradients, variables)",
             )
-        gradients = tree.flatten(grads)
+        gradients = tree.flatten(grads, is_ordered=trainable_variables is None)
         if self._tree is None:
             with keras.name_scope(self.name, caller=self):
                 self.build(tree.join(tree.variables))
@@ -243,10 +245,10 @@ class OptaxOptimizer(JointOptimizer):
 
     def _refuse(self, variables: Sequence[Variable]) -> VariableError:
         assert self._tree is not None
-        known, asked = ({id(v): v for v in vs} for vs in (self._tree.variables, variables))
-        paths = [v.path for key, v in {**known, **asked}.items() if not (key in known and key in asked)]
+        known, new = ({id(v): v for v in vs} for vs in (self._tree.variables, variables))
+        paths = [v.path for key, v in (known | new).items() if not (key in known and key in new)]
         return VariableError(
-            f"OptaxOptimizer for {len(asked)} variables",
+            f"OptaxOptimizer for {len(new)} variables",
             f"the optimizer was built for {len(known)} variables, and its state fits only these. The difference is {listed(paths) or 'nothing'}.",
             "pass the same variables at each step; a new OptaxOptimizer after a change of `trainable`; "
             "optax.masked(optax.adamw(1e-3), mask) to train some of them",
@@ -258,7 +260,7 @@ class _Tree:
     """The variables of a pytree, and its structure. Not a tuple, in which Keras would find more variables of the optimizer."""
 
     variables: list[Variable]
-    structure: Any
+    structure: PyTree
 
     @classmethod
     def of(cls, params: PyTree) -> Self:
@@ -284,23 +286,27 @@ class _Tree:
         """Returns a pytree of values, one per variable."""
         return jax.tree.unflatten(self.structure, values)
 
-    def flatten(self, gradients: PyTree) -> list[Any]:
+    def flatten(self, gradients: PyTree, *, is_ordered: bool) -> list[Any]:
         """Returns one gradient, or None, per variable.
+
+        Args:
+          gradients: pytree of gradients.
+          is_ordered: whether it may be a flat list in the order of the variables, whatever their structure is.
 
         Raises:
           InvalidArgumentError: the gradients have another structure.
         """
-        # Keras passes flat lists or tuples, whatever the structure is.
         flat = [jax.tree.structure(kind([0] * len(self.variables))) for kind in (list, tuple)]
-        for structure in (self.structure, *flat):
+        for structure in [self.structure, *(flat if is_ordered or self.structure in flat else [])]:
             with contextlib.suppress(ValueError, RuntimeError):  # JAX cannot show a deleted array in its error.
                 leaves: list[Any] = structure.flatten_up_to(_listed(gradients))
-                if jax.tree_util.all_leaves([g for g in leaves if g is not None]):
+                pairs = [(g, v) for g, v in zip(leaves, self.variables, strict=True) if g is not None]
+                if all(jax.tree_util.all_leaves([g]) and np.shape(g) == tuple(v.shape) for g, v in pairs):
                     return leaves
         paths = [keystr(path) for path, _ in tree_flatten_with_path(self.join(self.variables))[0]]
         raise InvalidArgumentError(
             f"OptaxOptimizer.apply(gradients={shown(gradients)})",
-            f"must have the structure of the variables, which are at {listed(paths)}.",
+            f"must have the structure and the shapes of the variables, which are at {listed(paths)}.",
             "loss, gradients = jax.value_and_grad(loss_of)(jax.tree.map(lambda v: v.value, variables))",
         )
 

@@ -318,7 +318,7 @@ def note_reference(slot: Variable, reference: Variable) -> None:
 
 
 def add_slot(
-    optimizer: keras.optimizers.Optimizer, name: str, first: FirstValue, like: Any, reference: Variable | None
+    optimizer: keras.optimizers.Optimizer, name: str, first: FirstValue, like: PyTree, reference: Variable | None
 ) -> Variable:
     """Returns a new variable of an optimizer.
 
