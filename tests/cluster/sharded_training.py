@@ -1,4 +1,4 @@
-"""A training with fully sharded variables that a test disturbs: `python -m tests.cluster.sharded_training even|fit|backup|loop EPOCHS FOLDER`.
+"""A training with fully sharded variables that a test disturbs: `python -m tests.cluster.sharded_training even|fit|backup|loop|optax EPOCHS FOLDER`.
 
 Each process looks at its bytes all the time, and writes down the largest part of a sharded variable that it has had.
 """
@@ -11,13 +11,14 @@ import phalanx  # isort: skip  (Before Keras.)
 import jax
 import keras
 import numpy as np
+import optax
 from benchmarks.elastic_script import Noting, Record
 
 from phalanx._src.elastic import copies
 from phalanx._src.mesh.topology import Topology
 
 BATCH = 12
-ROWS = {"even": 48, "fit": 50, "backup": 50, "loop": 50}
+ROWS = {"even": 48, "fit": 50, "backup": 50, "loop": 50, "optax": 50}
 """Rows by the kind of training. The last batch of 50 has two: not all of three replicas get one."""
 SHAPES = {(10, 768), (768, 12)}
 """Kernels, and their slots. The first is sharded along one dim over two processes, and along the other over three."""
@@ -28,13 +29,14 @@ def data(how: str) -> np.ndarray:
     return np.random.default_rng(0).normal(size=(ROWS[how], 10)).astype("float32")
 
 
-def compiled() -> keras.Model:
-    """A model, made in the scope of a strategy."""
+def compiled(how: str) -> keras.Model:
+    """A model, made in the scope of a strategy. With "optax", Optax updates it."""
     layers = [keras.layers.Dense(768, "tanh"), keras.layers.Dense(12), keras.layers.Dense(10, name="last")]
     model = keras.Sequential([keras.Input((10,)), *layers])
     rng = np.random.default_rng(1)
     model.set_weights([rng.normal(scale=0.1, size=w.shape) for w in model.weights])
-    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    optimizer = phalanx.keras.OptaxOptimizer(optax.adam(0.01)) if how == "optax" else keras.optimizers.Adam(0.01)
+    model.compile(optimizer, "mse", metrics=["mae"])
     model.optimizer.build(model.trainable_variables)
     return model
 
@@ -109,7 +111,7 @@ def main(how: str, epochs: int, folder: Path) -> None:
     parts = Parts()
     strategy = phalanx.MultiWorkerMirroredStrategy(layout=phalanx.fully_sharded(min_size=1))
     with strategy.scope():
-        model = compiled()
+        model = compiled(how)
     parts.look(strategy.topology.num_workers)
     record = Record(folder, strategy, model.optimizer)
     if how == "loop":

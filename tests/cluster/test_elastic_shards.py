@@ -23,7 +23,7 @@ SHARDED = {**JOB, "epochs": 20, "pause_s": 0.4, "widths": None, "module": "tests
 def expected(how, epochs):
     """The weights that one device gets from the same batches."""
     with phalanx.OneDeviceStrategy("cpu:0").scope():
-        model = compiled()
+        model = compiled(how)
     train(how, model, epochs, [])
     return model.get_weights()
 
@@ -49,6 +49,7 @@ CASES = {
     "the last in a loop": ("loop", "kill", (2,), {}),
     "one after the other in fit": ("fit", "kill", (2, 0, 1), {}),
     "one is told to leave": ("loop", "term", (1,), {}),
+    "the chief, with Optax": ("optax", "kill", (0,), {}),
     "two devices each": ("fit", "kill", (0,), {"options": ("--devices-per-worker", "2")}),
 }
 
