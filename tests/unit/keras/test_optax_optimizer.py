@@ -41,6 +41,13 @@ class Growing:
     update = staticmethod(lambda updates, state, params: (updates, (state, 1)))
 
 
+class Drawing:
+    """A transformation whose state is a random key."""
+
+    init = staticmethod(lambda params: jax.random.key(0))
+    update = staticmethod(lambda updates, state, params: (updates, state))
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -136,6 +143,22 @@ def test_other_variables_than_the_first(strategy):
 def test_tables_are_refused():
     with pytest.raises(VariableError, match=r"(?s)OptaxOptimizer with a ShardedEmbedding.*HINT: keras.optimizers.Adam"):
         built(optax.sgd(0.1), [compat.make_table(lambda: keras.Variable(initializer="zeros", shape=(4, 2)))])
+
+
+def test_tape_of_a_pytree(strategy):
+    """Its gradients have the structure of the variables."""
+    with strategy.scope():
+        params = {"a": variables((2,))[0], "b": [variables((2,))[0]]}
+        optimizer = OptaxOptimizer(optax.sgd(0.5))
+
+    @phalanx.function
+    def step():
+        with phalanx.GradientTape() as tape:
+            loss = keras.ops.sum(params["a"] * params["b"][0] ** 2) / 2
+        optimizer.apply(tape.gradient(loss, params), params)
+
+    strategy.run(step)
+    np.testing.assert_allclose([params["a"].numpy(), params["b"][0].numpy()], [[0.5, 0.5], [0.0, 0.0]])
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
