@@ -211,6 +211,7 @@ class Job(Training):
       donate: see `phalanx.elastic.ElasticOptions`.
       is_sharded: whether the variables are fully sharded.
       pause_s: first pause after a step in seconds. Pauses grow, and end when `hurry` is called.
+      pause_growth: the power of the number of steps with which pauses grow.
       widths: widths of the hidden layers. None for those of the benchmark.
       popen: starts a process, as `subprocess.Popen` does.
       stall_s: the limit of the watch in seconds.
@@ -227,6 +228,7 @@ class Job(Training):
         donate: bool = True,
         is_sharded: bool = False,
         pause_s: float = 0.0,
+        pause_growth: int = 1,
         widths: Sequence[int] | None = None,
         popen: type[subprocess.Popen] = subprocess.Popen,
         stall_s: float = STALL_S,
@@ -240,6 +242,7 @@ class Job(Training):
             "DONATE": "yes" if donate else "no",
             "SHARDED": "yes" if is_sharded else "no",
             "PAUSE_S": str(pause_s),
+            "PAUSE_GROWTH": str(pause_growth),
             **({} if widths is None else {"WIDTHS": " ".join(map(str, widths))}),
         }
         launcher = [sys.executable, "-m", "phalanx", "run", "--workers", workers, *options]

@@ -41,10 +41,12 @@ class Record:
         member = membership.own()
         number = self._strategy.cluster_resolver.task_id if member is None else member.number
         generation = member.generation.number if member and member.generation else 0
-        self._file.write(number, generation, int(self._optimizer.iterations.value))
+        step = int(self._optimizer.iterations.value)
+        self._file.write(number, generation, step)
         # Longer and longer, so that the training lasts until the parent has done what it wants, on a busy machine too.
         if not self._hurry.exists():
-            time.sleep(float(os.environ["PAUSE_S"]) * (1 + int(self._optimizer.iterations.value) / 20))
+            growth = (step / 20) ** int(os.environ.get("PAUSE_GROWTH", "1"))
+            time.sleep(float(os.environ["PAUSE_S"]) * (1 + growth))
         match self.order:
             case "raise":
                 raise ValueError("the parent has ordered it")

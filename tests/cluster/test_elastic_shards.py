@@ -15,8 +15,8 @@ from tests.waiting import DEADLINE_S, wait_until
 import phalanx
 
 pytestmark = pytest.mark.slow
-# Pauses grow, so that a training of 80 steps lasts one and a half minutes, unless the test ends the pauses.
-SHARDED = {**JOB, "epochs": 20, "pause_s": 0.4, "widths": None, "module": "tests.cluster.sharded_training"}
+# 48 steps last for one and a half minutes, unless the test ends the pauses.
+SHARDED = {**JOB, "epochs": 12, "pause_growth": 3, "widths": None, "module": "tests.cluster.sharded_training"}
 
 
 @functools.cache

@@ -57,9 +57,13 @@ class AbstractWorkerProcess(ABC):
     def tell(self, number: int) -> None:
         """Sends a signal to the process and its group."""
 
-    @abstractmethod
     def kill(self) -> None:
         """Kills the process and its group, as if it had failed."""
+        self._signal(signal.SIGKILL)
+
+    @abstractmethod
+    def _signal(self, number: int) -> None:
+        """Sends a signal, whatever it means for the end of the process."""
 
     @abstractmethod
     def ending(self) -> Ending:
@@ -123,10 +127,6 @@ class WorkerProcess(AbstractWorkerProcess):
         self._signal(number)
 
     @override
-    def kill(self) -> None:
-        self._signal(signal.SIGKILL)
-
-    @override
     def ending(self) -> Ending:
         return Ending(
             self.spec.name,
@@ -138,6 +138,7 @@ class WorkerProcess(AbstractWorkerProcess):
             last=tuple(self._kept),
         )
 
+    @override
     def _signal(self, number: int) -> None:
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, number)

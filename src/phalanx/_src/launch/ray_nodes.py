@@ -143,18 +143,15 @@ class RayProcess(AbstractWorkerProcess):
     @override
     def tell(self, number: int) -> None:
         self._is_told = True
-        self._send(number)
-
-    @override
-    def kill(self) -> None:
-        self._send(signal.SIGKILL)
+        self._signal(number)
 
     @override
     def ending(self) -> Ending:
         rank, last = self.spec.task.index, tuple(self._kept)
         return Ending(self.spec.name, self._code or 0, self._after_s, is_told=self._is_told, rank=rank, last=last)
 
-    def _send(self, number: int) -> None:
+    @override
+    def _signal(self, number: int) -> None:
         if self._pid is None:
             # It waits for its place, so nothing runs that could hear a signal.
             self._nodes.ray.kill(self._host, no_restart=True)

@@ -306,6 +306,20 @@ def test_state_of_the_training(hall):
     assert not found.report((), finished=(0,)).hopeless
 
 
+def test_last_words_are_heard_before_the_end(hall, monkeypatch):
+    """The launcher may notice the end of a process before the rendezvous has read that its training has finished."""
+    found, is_held, may_go = hall(1), threading.Event(), threading.Event()
+    (member,) = members = found.members(0)
+    found.meet(members)
+    member.begin()
+    hold = lambda *_, **__: is_held.set() or (may_go.wait(DEADLINE_S) and [])  # noqa: E731
+    monkeypatch.setattr(found.rendezvous._selector, "select", hold)
+    assert is_held.wait(DEADLINE_S)
+    member.finish()
+    assert found.report((), finished=(0,)).has_finished
+    may_go.set()
+
+
 def test_environment_of_a_process():
     """It finds the rendezvous, and no fixed cluster."""
     environment = environment_of(["127.0.0.1:5", "b:5"], 3, 2, 4, {"TF_CONFIG": "{}", "HOME": "/root"})
