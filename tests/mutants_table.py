@@ -710,8 +710,8 @@ FAULTS = [
     Fault(
         "a checkpoint gathers twice in the backward pass",
         "gathering:_recomputed",
-        "GatheredLater(array, x.dim, [])",
-        "GatheredLater(array, x.dim)",
+        "replace(x, array=array, gathered=[])",
+        "replace(x, array=array)",
         "unit/programs/test_gathering.py",
     ),
     Fault(

@@ -12,6 +12,7 @@ Source: Zhao et al. 2023, "PyTorch FSDP: Experiences on Scaling Fully Sharded Da
 import math
 import os
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any, TypeGuard
@@ -37,6 +38,10 @@ _CALLS = {"jit", "pjit", "closed_call", "core_call"}
 _CHECKPOINTS = {"checkpoint", "remat2"}
 """The operation of `jax.checkpoint`, which evaluates a trace once, too."""
 
+# With gathers inside of checkpoints, libtpu 0.0.42 did not end its compilation.
+_INSIDE = {"tpu": frozenset(_CALLS)}
+_INSIDE_ELSEWHERE = frozenset(_CALLS | _CHECKPOINTS)
+
 _COMBINED = "xla_gpu_reduce_scatter_combine_threshold_bytes"
 """An option of XLA: the bytes of shards up to which one message carries several gradients. Those wait for each other before they are summed."""
 
@@ -53,11 +58,13 @@ class GatheredLater:
     Args:
       array: the shard.
       dim: the dim along which the variable is sharded.
+      inside: names of the operations with a trace, inside which it is gathered. It is gathered before all others.
       gathered: the variable, once an operation has gathered it. None if each operation gathers it for itself.
     """
 
     array: jax.Array
     dim: int = field(metadata={"static": True})
+    inside: AbstractSet[str] = field(default=_INSIDE_ELSEWHERE, metadata={"static": True})
     gathered: list[jax.Array] | None = field(default=None, metadata={"static": True})
 
     def whole(self) -> jax.ShapeDtypeStruct:
@@ -67,9 +74,11 @@ class GatheredLater:
         return shape_dtype(tuple(shape), self.array.dtype)
 
 
-def later(value: jax.Array, dim: int | None) -> jax.Array | GatheredLater:
+def later(topology: Topology, value: jax.Array, dim: int | None) -> jax.Array | GatheredLater:
     """Returns a shard as a variable that is gathered later, or a value with `dim` None as it is."""
-    return value if dim is None else GatheredLater(value, dim)
+    if dim is None:
+        return value
+    return GatheredLater(value, dim, _INSIDE.get(topology.devices[0].platform, _INSIDE_ELSEWHERE))
 
 
 def dims_of(variables: Sequence[Variable], topology: Topology) -> list[int | None]:
@@ -115,23 +124,25 @@ def run(discovery: Discovery, values: Sequence[Any], *args: PyTree) -> PyTree:
 
 def _evaluate_one(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
     """Evaluates an operation, and returns its results: arrays, and shards."""
-    return (_with_shards if any(map(_is_later, values)) else evaluate_alone)(jaxpr, eqn, values)
+    inside = next((x.inside for x in values if _is_later(x)), None)
+    if inside is None:
+        return evaluate_alone(jaxpr, eqn, values)
+    if eqn.primitive.name not in inside:
+        return _with_shards(jaxpr, eqn, values)
+    is_backward = eqn.primitive.name in _CHECKPOINTS and eqn.params["differentiated"]
+    return (_recomputed if is_backward else _opened)(eqn, values)
 
 
 def _with_shards(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
     """Evaluates an operation, some of whose inputs are shards."""
     name, first = eqn.primitive.name, values[0]
-    if name in _CALLS:
-        return _opened(eqn, values)
-    if name in _CHECKPOINTS:
-        return _recomputed(eqn, values) if eqn.params["differentiated"] else _opened(eqn, values)
     # These move no element from one replica to another. A cast to a shorter dtype comes before the gather.
     if name == "convert_element_type":
         cast = lax.convert_element_type(first.array, eqn.params["new_dtype"])
-        return [GatheredLater(cast, first.dim, None if first.gathered is None else [])]
+        return [replace(first, array=cast, gathered=None if first.gathered is None else [])]
     if name == "transpose" and first.gathered is None:
         order = tuple(eqn.params["permutation"])
-        return [GatheredLater(lax.transpose(first.array, order), order.index(first.dim))]
+        return [replace(first, array=lax.transpose(first.array, order), dim=order.index(first.dim))]
     places = [i for i, v in enumerate(eqn.invars) if isinstance(v, jex.Var) and not _is_later(values[i])]
     # None if the operation reads only shards and literals: then the gather waits for nothing.
     beside = max(places, key=lambda i: values[i].size, default=None)
@@ -160,7 +171,8 @@ def _recomputed(eqn: jex.JaxprEqn, values: Sequence[Any]) -> list[Any]:
     activations = max((np.size(x) for x in values if not _is_later(x)), default=0)
     waiting = optimization_barrier([x.array if _is_later(x) else x for x in values])
     inputs = [
-        GatheredLater(array, x.dim, []) if _is_later(x) else array for x, array in zip(values, waiting, strict=True)
+        replace(x, array=array, gathered=[]) if _is_later(x) else array
+        for x, array in zip(values, waiting, strict=True)
     ]
     results = _opened(eqn, inputs)
     # XLA would compute the gradients of biases at the end of the step, and keep the larger gradients of activations until then.

@@ -236,12 +236,13 @@ class _Run:
         if any(each.outputs.nest != traces[0].outputs.nest for each in traces):
             raise IndivisibleError("another structure of what the function returns")
         values = [shape_dtype(tuple(v.shape), dtype_of(v)) for v in variables]
-        dims = gathering.dims_of(variables, self._strategy.topology)
+        topology = self._strategy.topology
+        dims = gathering.dims_of(variables, topology)
         # `eval_shape` returns shapes only, so the program leaves the traced function through a list.
         made: list[own_rows.DividedProgram] = []
 
         def body(values: PyTree, sharded: PyTree, whole: PyTree) -> PyTree:
-            values = list(map(gathering.later, values, dims))
+            values = [gathering.later(topology, *each) for each in zip(values, dims, strict=True)]
             inputs = [own_rows.Inputs(values, _first(each), whole) for each in sharded]
             made.append(own_rows.DividedProgram(traces, used, inputs))
             return jnp.zeros((1,))
@@ -323,8 +324,9 @@ class _Run:
         dims: Sequence[int | None],
     ) -> _ReplicaOutputs:
         """Runs the program of one replica."""
+        topology = self._strategy.topology
         state = [
-            gathering.later(first_component(policy_of(variable), value) if part is None else part[0], dim)
+            gathering.later(topology, first_component(policy_of(variable), value) if part is None else part[0], dim)
             for variable, value, part, dim in zip(discovery.variables, values, parts, dims, strict=True)
         ]
         sharded = _first(sharded)
