@@ -15,7 +15,7 @@ from simulation import DEADLINE_S, prefetching, wait_for
 from tests import forks
 
 import phalanx
-from phalanx._src.input.prefetch import readings
+from phalanx._src.input.prefetch import _ReadingThread, readings
 from phalanx._src.tracing.context import get_strategy
 
 NAME = contextvars.ContextVar("name", default="")
@@ -144,16 +144,15 @@ def test_thread_of_an_iterator(strategy, how):
     wait_for(lambda: not prefetching())
 
 
-def thread_and_its_context():
-    return threading.current_thread(), NAME.get()
-
-
 def test_one_thread_reads_pass_after_pass(strategy):
     """Each pass in the context of its caller. A thread per pass would leave memory in an arena of its own."""
     seen = []
-    dataset = strategy.experimental_distribute_dataset(
-        lambda: seen.append(thread_and_its_context()) or iter([np.ones(2)])
-    )
+
+    def batches():
+        seen.append((threading.current_thread(), NAME.get()))
+        yield np.ones(2)
+
+    dataset = strategy.experimental_distribute_dataset(batches)
     for name in "abc":
         NAME.set(name)
         list(dataset)
@@ -172,6 +171,14 @@ def test_readings_at_the_same_time_have_a_thread_each():
             items.stop()
     assert len(both[0]) == 3
     assert both[0] == both[1]
+
+
+def test_few_threads_remain_of_many_readers():
+    """Who has read many data at the same time may never do so again."""
+    many = [readings(Source(9), 1, in_thread=True) for _ in range(12)]
+    for items in many:
+        items.stop()
+    wait_for(lambda: sum(isinstance(t, _ReadingThread) for t in threading.enumerate()) <= 4)
 
 
 def test_idle_thread_keeps_nothing_of_what_it_read():

@@ -17,6 +17,7 @@ T = TypeVar("T")
 
 _EXIT_TIMEOUT_S = 2.0
 _LOOK_S = 1.0
+_MOST_IDLE = 4
 
 
 class AbstractReadings(ABC, Generic[T]):
@@ -114,7 +115,7 @@ class _ReadingThread(threading.Thread):
 
     @classmethod
     def fill(cls, shelf: "_Shelf[T]", read: Callable[[], T | None]) -> threading.Thread:
-        """Returns the thread that fills `shelf` with the results of `read`. It is idle again when the shelf has ended."""
+        """Returns the thread that fills `shelf` with the results of `read`. When the shelf has ended, it is idle, or ends."""
         try:
             thread = cls._idle.pop()
         except IndexError:
@@ -127,13 +128,16 @@ class _ReadingThread(threading.Thread):
 
     @override
     def run(self) -> None:
-        while True:
+        is_needed = True
+        while is_needed:
             shelf, read, context = self._shelves.get()
             context.run(_fill, shelf, read)
             del read, context
             # Before the shelf ends, because the consumer may then begin to read another.
-            self.name = "phalanx-idle"
-            self._idle.append(self)
+            is_needed = len(self._idle) < _MOST_IDLE
+            if is_needed:
+                self.name = "phalanx-idle"
+                self._idle.append(self)
             shelf.end()
             del shelf
 
