@@ -163,7 +163,6 @@ def fully_sharded(
         divides is not sharded either.
       gather: with "layer", each operation that uses a variable gathers it, including in the backward pass, so that a device holds few
         complete variables at a time; with "step", a step gathers all variables once. None selects "layer" from 1 GiB of variables on.
-        A batch that is shorter than the others is run with "step".
 
     Returns:
       A layout for the argument `layout` of a strategy.

@@ -38,7 +38,7 @@ _CALLS = {"jit", "pjit", "closed_call", "core_call"}
 _CHECKPOINTS = {"checkpoint", "remat2"}
 """The operation of `jax.checkpoint`, which evaluates a trace once, too."""
 
-# With gathers inside of checkpoints, libtpu 0.0.42 did not end its compilation.
+# On TPUs, variables are gathered before a checkpoint. What gathers inside do to their programs is not measured.
 _INSIDE = {"tpu": frozenset(_CALLS)}
 _INSIDE_ELSEWHERE = frozenset(_CALLS | _CHECKPOINTS)
 
