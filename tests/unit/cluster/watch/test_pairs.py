@@ -140,13 +140,24 @@ def test_each_of_three_is_asked(group):
     pairs.look()
     pairs.look()
     assert said[0][0].asker == 1
-    pairs.hear(said[0][0])  # Rank 0 sends it to all.
-    assert len(said) == 1
     pairs.hear(PairsAnswer(0, 1, (), 0))
     assert not told
     pairs.hear(PairsAnswer(2, 1, tuple(found.ends), 1))
     assert not told
     assert pairs.strangers == []
+
+
+def test_own_connection_is_counted_once(group):
+    """Rank 0 sends a question to its asker too. If more had connected than have arrived, the stranger would stay."""
+    found, said, told = group(1), [], []
+    pairs = Pairs(1, 2, lambda *words: said.append(words), told.append)
+    pairs.open("127.0.0.1", [found.port])
+    with socket.create_connection(("127.0.0.1", found.port)), found.server.accept()[0]:
+        pairs.look()
+        pairs.look()
+        pairs.hear(said[0][0])
+        pairs.hear(PairsAnswer(0, 1, (), 0))
+        assert len(told) == len(pairs.strangers) == 1
 
 
 def test_confirmed_where_nothing_has_arrived():

@@ -316,8 +316,9 @@ def test_last_words_are_heard_before_the_end(hall, monkeypatch):
     monkeypatch.setattr(found.rendezvous._selector, "select", hold)
     assert is_held.wait(DEADLINE_S)
     member.finish()
-    assert found.report((), finished=(0,)).has_finished
+    status = found.report((), finished=(0,))
     may_go.set()
+    assert status.has_finished
 
 
 def test_environment_of_a_process():
