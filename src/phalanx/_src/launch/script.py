@@ -19,6 +19,7 @@ def run_as_main(kind: str, target: str, arguments: Sequence[str]) -> None:
     # What calls this was started without its own folder. A module imports from the current folder, a script from its own.
     sys.path.insert(0, os.getcwd() if kind == "module" else os.path.dirname(os.path.abspath(target)))
     if kind == "module":
-        runpy.run_module(target, run_name="__main__")
+        # As `python -m` does, it replaces the name in `sys.argv` by the path.
+        runpy.run_module(target, run_name="__main__", alter_sys=True)
         return
     runpy.run_path(target, run_name="__main__")

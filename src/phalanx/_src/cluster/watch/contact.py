@@ -82,6 +82,8 @@ class Contact:
                 yield from self._messages
             if self._is_closed or len(self._addresses) == 1:
                 return
+            # A rendezvous that turns this process away would do so many times a second.
+            time.sleep(_PAUSE_S)
             try:
                 self._connect(timeout_s)
             except StartupError:  # Whoever waits for an answer says so.
