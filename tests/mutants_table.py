@@ -418,6 +418,20 @@ FAULTS = [
         "unit/input/test_prefetch.py",
     ),
     Fault(
+        "the order of batches that are skipped is not checked",
+        "batches:BatchSequence._begin_and_note",
+        "self._note(self._batches[0])",
+        "pass",
+        "unit/input/test_order.py",
+    ),
+    Fault(
+        "the order of batches that are read in turn is not checked",
+        "batches:_AbstractBatchSource._noting",
+        "self._note(batch)",
+        "pass",
+        "unit/input/test_order.py",
+    ),
+    Fault(
         "an idle thread keeps the data that it has read",
         "prefetch:_ReadingThread.run",
         "del read, context",

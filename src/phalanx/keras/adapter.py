@@ -12,7 +12,6 @@ import numpy as np
 
 from phalanx._src import compat
 from phalanx._src.input.distributed import DistributedDataset
-from phalanx._src.input.order import digest_of
 from phalanx._src.input.sources.base import UNKNOWN, Facts, Owner, no_array, size_of, to_host
 from phalanx._src.input.sources.batches import BatchStream
 from phalanx._src.input.sources.rows import ChosenRows
@@ -81,14 +80,10 @@ class AdaptedData:
 
     Args:
       adapter: what `adapter_of` returns. None if Keras does not read the data: its epochs then have no beginning and no end.
-
-    Attributes:
-      first: a digest of the first batch of the iterator that was opened last. Zeros before.
     """
 
     def __init__(self, adapter: PyTree) -> None:
         self._adapter = adapter
-        self.first = bytes(8)
         self._open: PyTree = None  # The adapter that is within an epoch.
         # Keras asks for it here and when it resets the data. A PyDataset may have more at the next end of an epoch.
         self._num_batches: int | None = None if adapter is None else adapter.num_batches
@@ -115,7 +110,7 @@ class AdaptedData:
         facts = Facts(batch_size=batch_size, is_full=is_full, num_batches=count, owner=owner)
         if compat.is_array_adapter(adapter):
             return strategy.experimental_distribute_dataset(self._of_arrays(facts))
-        return strategy.experimental_distribute_dataset(BatchStream(self._noted(compat.raw_batches(adapter)), facts))
+        return strategy.experimental_distribute_dataset(BatchStream(self._counted(compat.raw_batches(adapter)), facts))
 
     def _of_arrays(self, facts: Facts) -> BatchStream:
         batches = compat.ArrayBatches(self._adapter, _checked, ChosenRows, to_host)
@@ -131,22 +126,11 @@ class AdaptedData:
             batch_bytes=size * (facts.batch_size or 1) // max(1, num_rows),  # Data without rows gets its error later.
         )
         # Ready, because `_checked` and `to_host` have converted all leaves already: arrays once, not once per batch.
-        return BatchStream(self._noted(batches), facts, is_ready=True)
+        return BatchStream(self._counted(batches), facts, is_ready=True)
 
-    def _noted(self, make: Callable[[], Iterator[PyTree]]) -> Callable[[], Iterator[PyTree]]:
-        """Returns a function like `make`, whose iterators note a digest of their first batch."""
-
-        def noting(batches: Iterator[PyTree]) -> Iterator[PyTree]:
-            for batch in itertools.islice(batches, 1):
-                self.first = digest_of(batch)
-                yield batch
-
-        def noted() -> Iterator[PyTree]:
-            batches = itertools.islice(make(), self._num_batches)
-            # Nothing of Python runs for the other batches.
-            return itertools.chain(noting(batches), batches)
-
-        return noted
+    def _counted(self, make: Callable[[], Iterator[PyTree]]) -> Callable[[], Iterator[PyTree]]:
+        """Returns a function like `make`, whose iterators have the batches of one epoch."""
+        return lambda: itertools.islice(make(), self._num_batches)
 
     def spec(self) -> PyTree:
         """Returns shapes and dtypes of a global batch, from the first batch of an epoch. None if no batch can be read beforehand.

@@ -24,6 +24,7 @@ from phalanx.keras.adapter import AdaptedData, adapter_of
 from phalanx.typing import PyTree
 
 _NO_ORDER: State = {}
+_NOT_NOTED = bytes(8).hex()
 
 
 @final
@@ -120,6 +121,7 @@ class EpochData:
         batched = _batched(strategy, x, data)
         self._adapted = AdaptedData(adapter_of(x, steps, data) if batched is None else None)
         self._dataset = self._adapted.distribute(strategy) if batched is None else batched
+        self._dataset.note_first()
         self._order = Order(x, fresh) if batched is None else batched.order
         # The adapter's number of batches is None for endless data, but also for a generator, which may end.
         is_endless = isinstance(x, keras.utils.PyDataset) and x.num_batches is None
@@ -251,7 +253,7 @@ class EpochData:
         done, position = self._before if undone else (self._done, None)
         position = self._reading.get_state() if position is None else self._reading.state_at(position)
         # The order before the iterator was opened: a new iterator draws it again and skips to the position.
-        return {"done": done, "iterator": position, "order": self._opened, "first": self._adapted.first.hex()}
+        return {"done": done, "iterator": position, "order": self._opened, "first": self._dataset.first.hex()}
 
     def get_order(self) -> State:
         """Returns the position at the beginning of the present epoch, or between two epochs."""
@@ -318,7 +320,7 @@ class EpochData:
             self._iterator.expect(self._left(self._done))
             self._iterator.look(0)
             # The generators stay where the batches that were skipped have moved them, because those that follow may draw too.
-            if self._adapted and self._adapted.first.hex() != state["first"]:
+            if state["first"] not in (_NOT_NOTED, self._dataset.first.hex()):
                 self._begin_again()
         return True
 
@@ -342,11 +344,11 @@ class EpochData:
           InputError: they have read different ones.
         """
         topology = self._dataset.topology
-        if not self._adapted or topology.num_workers == 1:
+        if self._dataset.is_agreed or topology.num_workers == 1:
             return
         iterator.look(0)
         # `look` has read the batch, so `first` is its digest. JAX has no 64 bits unless `jax_enable_x64` is set.
-        digests = topology.exchange(np.frombuffer(self._adapted.first, np.uint32))
+        digests = topology.exchange(np.frombuffer(self._dataset.first, np.uint32))
         ranks = [str(rank) for rank, digest in enumerate(digests) if (digest != digests[0]).any()]
         if ranks:
             raise InputError(

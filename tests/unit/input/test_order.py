@@ -202,13 +202,34 @@ class Hidden(Plain):
         return super().__getitem__(self.order["now"][index])
 
 
-def test_epoch_of_another_order_begins_again(monkeypatch):
+class Drawn:
+    """An iterable whose order depends on the process that opens it."""
+
+    def __init__(self, seed):
+        self.hidden = {"now": seed}
+
+    def __iter__(self):
+        return iter([Hidden(self.hidden["now"])[index] for index in range(6)])
+
+
+UNKNOWN_ORDERS = {
+    "batches": lambda strategy, seed: Hidden(seed),
+    "distributed batches": lambda strategy, seed: strategy.experimental_distribute_dataset(Hidden(seed)),
+    "distributed iterable": lambda strategy, seed: strategy.experimental_distribute_dataset(Drawn(seed)),
+    "distributed function": lambda strategy, seed: strategy.experimental_distribute_dataset(lambda: iter(Drawn(seed))),
+    "datasets from function": lambda strategy, seed: strategy.distribute_datasets_from_function(lambda _: Drawn(seed)),
+}
+"""Data whose order nobody can save."""
+
+
+@pytest.mark.parametrize("kind", UNKNOWN_ORDERS)
+def test_epoch_of_another_order_begins_again(kind, monkeypatch):
     """And says so, so that no row is left out."""
     seeds = itertools.count()
-    monkeypatch.setitem(SOURCES, "hidden", lambda _: Hidden(next(seeds)))
+    monkeypatch.setitem(SOURCES, "hidden", lambda strategy: UNKNOWN_ORDERS[kind](strategy, next(seeds)))
     monkeypatch.setitem(OPTIONS, "hidden", {"shuffle": False})
     _keep, progress, batches = reading("hidden", 1)
-    first = list(itertools.islice(batches, 8))
+    before = list(itertools.islice(batches, 8))
     state = progress.get_state()
     _keep, progress, batches = reading("hidden", 1)
     progress.set_state(state)
@@ -217,7 +238,9 @@ def test_epoch_of_another_order_begins_again(monkeypatch):
         match=r"another order .* after 2 steps of an epoch, so the epoch begins again\.(.|\n)*get_state\(\)",
     ):
         rest = list(batches)
-    for epoch in (first[:6], rest[:6], rest[6:]):
+    # A function makes the batches of one replica, of which a step takes two.
+    steps = 3 if kind == "datasets from function" else 6
+    for epoch in (before[:steps], rest[:steps], rest[-steps:]):
         assert sorted(itertools.chain(*epoch)) == X.ravel().tolist()
 
 

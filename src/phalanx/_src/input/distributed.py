@@ -61,6 +61,7 @@ class DistributedDataset:
         self._last_plan, self._options, self._steps = plan, options, steps
         self._where, self._make_plan = where, make_plan
         self._last_topology = where()
+        self._notes_first = False
         # The iterator that `element_spec` opened to look at the first batch. The next `iter` returns it, so that a
         # dataset that can be read only once loses no batch.
         self._untouched: DistributedIterator | None = None
@@ -92,6 +93,8 @@ class DistributedDataset:
         if topology is not self._last_topology:
             # An iterator that `element_spec` has opened reads for the devices of the last group.
             self._last_plan, self._last_topology, self._untouched = self._make_plan(topology), topology, None
+            if self._notes_first:
+                self._last_plan.source.note_first()
         return self._last_plan
 
     @property
@@ -138,6 +141,16 @@ class DistributedDataset:
     def order(self) -> Order:
         """The state that decides the order of the user's dataset."""
         return Order(self._origin)
+
+    def note_first(self) -> None:
+        """See `AbstractSource.note_first`."""
+        self._notes_first = True
+        self._plan.source.note_first()
+
+    @property
+    def first(self) -> bytes:
+        """See `AbstractSource.first`. Zeros if the workers read different rows, because the position is then that of all of them."""
+        return bytes(8) if self._plan.agreed else self._plan.source.first
 
     def begin_epoch(self) -> None:
         """Notes what decides the order of the iteration that `iter` returns next. Data that is open already has drawn its order."""

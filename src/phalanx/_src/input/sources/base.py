@@ -98,6 +98,8 @@ class Facts:
 class AbstractSource(ABC):
     """A dataset that can be read several times, from any position."""
 
+    _notes_first = False
+
     @property
     @abstractmethod
     def facts(self) -> Facts:
@@ -129,6 +131,15 @@ class AbstractSource(ABC):
         Raises:
           InputError: `state` is not a position of this source.
         """
+
+    def note_first(self) -> None:
+        """Makes later passes note a digest of their first batch, if their order may not follow from the position."""
+        self._notes_first = True
+
+    @property
+    def first(self) -> bytes:
+        """8 bytes: the digest of the first batch of the pass that was opened last. Zeros if it was not noted."""
+        return bytes(8)
 
     def resized(self, batch_size: int) -> "AbstractSource | None":
         """Returns the same rows in batches of another size, with the same positions. None if positions count batches."""

@@ -8,6 +8,7 @@ from typing import Any, final
 
 from typing_extensions import override
 
+from phalanx._src.input.order import digest_of
 from phalanx._src.input.shard import InputWorker
 from phalanx._src.input.sources.base import (
     UNKNOWN,
@@ -31,8 +32,33 @@ from phalanx.errors import InputError, shown
 from phalanx.typing import PyTree
 
 
+class _AbstractBatchSource(AbstractSource):
+    """Batches, of whose passes the first batch may be noted."""
+
+    _is_ready = False
+    _digest = bytes(8)
+
+    @property
+    @override
+    def first(self) -> bytes:
+        return self._digest
+
+    def _note(self, batch: PyTree) -> None:
+        self._digest = digest_of(batch if self._is_ready else to_host(batch))
+
+    def _noting(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Returns the batches of a pass. Nothing more of Python runs for those after the first."""
+
+        def first() -> Iterator[Any]:
+            for batch in itertools.islice(batches, 1):
+                self._note(batch)
+                yield batch
+
+        return itertools.chain(first(), batches)
+
+
 @final
-class BatchSequence(AbstractSource):
+class BatchSequence(_AbstractBatchSource):
     """Batches that can be read in any order.
 
     Args:
@@ -64,8 +90,17 @@ class BatchSequence(AbstractSource):
     @override
     def open(self, worker: InputWorker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
         start = self.start(state)
-        batches = _Counted(self._batches, self._at_begin, self._at_end, start)
+        skips = self._notes_first and start > 0
+        at_begin = self._begin_and_note if skips else self._at_begin
+        batches: Iterator[Any] = _Counted(self._batches, at_begin, self._at_end, start)
+        if self._notes_first and not skips:
+            batches = self._noting(batches)
         return _BatchReader(batches, worker, start, drop_remainder=self._drop)
+
+    def _begin_and_note(self) -> None:
+        """Begins a pass that skips batches. They are not read, so the first is read for its digest."""
+        self._at_begin()
+        self._note(self._batches[0])
 
     @override
     def start(self, state: State | None) -> int:
@@ -95,7 +130,7 @@ class _Counted(Iterator[Any]):
 
 
 @final
-class BatchStream(AbstractSource):
+class BatchStream(_AbstractBatchSource):
     """Batches that can be read only in order.
 
     Args:
@@ -128,14 +163,16 @@ class BatchStream(AbstractSource):
     @override
     def open(self, worker: InputWorker, policy: AutoShardPolicy, state: State | None) -> AbstractReader:
         start = self.start(state)
-        batches = iter(self._make())
+        iterator = batches = iter(self._make())
+        if self._notes_first and self._set_state is None:
+            batches = self._noting(iterator)
         # A new iterator is at the beginning already.
         if start and self._set_state is not None:
-            self._restore(batches, state_entry(state, "source", None, beside=("batches",)))
+            self._restore(iterator, state_entry(state, "source", None, beside=("batches",)))
         else:
             skipped = sum(1 for _ in itertools.islice(batches, start))
             check_count(start, "batch", skipped)  # Data with fewer batches is not the data of the position.
-        get_state = None if self._get_state is None else lambda: self._get_state(batches)  # type: ignore[misc]
+        get_state = None if self._get_state is None else lambda: self._get_state(iterator)  # type: ignore[misc]
         return _BatchReader(
             batches, worker, start, drop_remainder=self._drop, is_ready=self._is_ready, get_state=get_state
         )

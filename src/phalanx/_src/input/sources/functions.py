@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sources of the datasets that a user's function returns, one per worker or one per replica."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -135,6 +136,16 @@ class FunctionSource(AbstractSource):
         for source, each in zip(self._sources, states, strict=True):
             source.start(each)
         return states
+
+    @override
+    def note_first(self) -> None:
+        for source in self._sources:
+            source.note_first()
+
+    @property
+    @override
+    def first(self) -> bytes:
+        return hashlib.blake2b(b"".join(source.first for source in self._sources), digest_size=8).digest()
 
     @property
     def _borrows(self) -> bool:

@@ -107,6 +107,15 @@ class PartialBatches(AbstractSource):
         self._source.start(before)
         return before, check_count(0 if state is None else state.get(USED, 0), "row")
 
+    @override
+    def note_first(self) -> None:
+        self._source.note_first()
+
+    @property
+    @override
+    def first(self) -> bytes:
+        return self._source.first
+
 
 @final
 class _PartialReader(AbstractReader):
