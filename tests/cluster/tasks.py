@@ -347,13 +347,17 @@ def differing(strategy: phalanx.Strategy, case: str) -> Any:
     return float(strategy.reduce("SUM", strategy.run(lambda: jnp.ones(11)), axis=0))
 
 
-def fit_other_rows(strategy: phalanx.Strategy) -> Any:
+def fit_other_rows(strategy: phalanx.Strategy, kind: str) -> Any:
     """Trains on rows that each worker shuffles in its own way."""
     with strategy.scope():
         model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
         model.compile("sgd", "mse")
     rows = np.random.default_rng(jax.process_index()).permutation(X[:8, :4])
-    return model.fit(rows, X[:8, :1], batch_size=4, shuffle=False, verbose=0).history
+    if kind == "arrays":
+        return model.fit(rows, X[:8, :1], batch_size=4, shuffle=False, verbose=0).history
+    batches = [(rows[i : i + 4], X[i : i + 4, :1]) for i in (0, 4)]
+    data: Any = (lambda: iter(batches)) if kind == "function" else batches
+    return model.fit(strategy.experimental_distribute_dataset(data), verbose=0).history
 
 
 _trainings: dict[str, Training] = {}

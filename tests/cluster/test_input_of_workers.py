@@ -257,9 +257,11 @@ def test_failure_under_data_reaches_both(two):
     assert second.startswith("OSError: the disk of worker 1 is gone")
 
 
-def test_workers_with_other_rows_are_named(two):
+@pytest.mark.parametrize("kind", ["arrays", "function", "batches"])
+def test_workers_with_other_rows_are_named(two, kind):
     """In an error of all workers, before a step has mixed the rows of different batches."""
-    for text in two.call("fit_other_rows"):
+    for text in two.call("fit_other_rows", kind=kind):
+        assert isinstance(text, str), text
         assert text.startswith(
             "InputError: fit, evaluate or predict on 2 workers: the first batch of rank 1 is not that of rank 0, so"
         )
