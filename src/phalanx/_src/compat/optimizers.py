@@ -32,7 +32,7 @@ def learning_rate_of(optimizer: keras.optimizers.Optimizer) -> object:
 
 
 def known_rate(optimizer: object) -> float | None:
-    """Returns the current learning rate. None if there is no optimizer, or only its update knows the rate."""
+    """Returns the current learning rate. None without an optimizer, or if only its update knows the rate."""
     try:
         rate = getattr(optimizer, "learning_rate", None)
     except InvalidArgumentError:  # Of a joint optimizer.

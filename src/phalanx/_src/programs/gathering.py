@@ -32,15 +32,11 @@ from phalanx._src.tracing.policy import policy_of
 from phalanx._src.typed_jax import optimization_barrier, shape_dtype
 from phalanx.typing import PyTree
 
-_CALLS = {"jit", "pjit", "closed_call", "core_call"}
+_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call"})
 """Operations that evaluate a trace once, whose variables are gathered inside."""
 
-_CHECKPOINTS = {"checkpoint", "remat2"}
+_CHECKPOINTS = frozenset({"checkpoint", "remat2"})
 """The operation of `jax.checkpoint`, which evaluates a trace once, too."""
-
-# On TPUs, variables are gathered before a checkpoint. What gathers inside do to their programs is not measured.
-_INSIDE = {"tpu": frozenset(_CALLS)}
-_INSIDE_ELSEWHERE = frozenset(_CALLS | _CHECKPOINTS)
 
 _COMBINED = "xla_gpu_reduce_scatter_combine_threshold_bytes"
 """An option of XLA: the bytes of shards up to which one message carries several gradients. Those wait for each other before they are summed."""
@@ -58,13 +54,13 @@ class GatheredLater:
     Args:
       array: the shard.
       dim: the dim along which the variable is sharded.
-      inside: names of the operations with a trace, inside which it is gathered. It is gathered before all others.
+      inside: names of the operations that evaluate a trace, and inside which it is gathered. For any other operation, it is gathered before.
       gathered: the variable, once an operation has gathered it. None if each operation gathers it for itself.
     """
 
     array: jax.Array
     dim: int = field(metadata={"static": True})
-    inside: AbstractSet[str] = field(default=_INSIDE_ELSEWHERE, metadata={"static": True})
+    inside: AbstractSet[str] = field(metadata={"static": True})
     gathered: list[jax.Array] | None = field(default=None, metadata={"static": True})
 
     def whole(self) -> jax.ShapeDtypeStruct:
@@ -78,7 +74,8 @@ def later(topology: Topology, value: jax.Array, dim: int | None) -> jax.Array | 
     """Returns a shard as a variable that is gathered later, or a value with `dim` None as it is."""
     if dim is None:
         return value
-    return GatheredLater(value, dim, _INSIDE.get(topology.devices[0].platform, _INSIDE_ELSEWHERE))
+    # On TPUs, it is not measured what gathers inside of checkpoints do to a program.
+    return GatheredLater(value, dim, _CALLS if topology.devices[0].platform == "tpu" else _CALLS | _CHECKPOINTS)
 
 
 def dims_of(variables: Sequence[Variable], topology: Topology) -> list[int | None]:

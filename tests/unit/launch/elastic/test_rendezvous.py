@@ -64,6 +64,14 @@ class Hall:
     def until_gone(self, number):
         wait_until(lambda: number not in self.rendezvous._members.connected)
 
+    def left_of_two(self):
+        """Returns the first of two members, of which the second is lost after their first generation."""
+        first, second = members = self.members(0, 1)
+        self.meet(members)
+        hang_up(second)
+        self.until_gone(1)
+        return first
+
 
 def meeting(member, progress=(0,), call=0):
     """Lets a member wait for its generation in a thread. Returns a function that returns the generation, or the error."""
@@ -144,10 +152,7 @@ def test_others_form_the_next_generation(hall):
 def test_too_few_wait_for_another(hall):
     """With a minimum of two, the one that is left waits until a newcomer is there, and is the first."""
     found = hall(2)
-    first, second = members = found.members(0, 1)
-    found.meet(members)
-    hang_up(second)
-    found.until_gone(1)
+    first = found.left_of_two()
     (newcomer,) = found.members(1)
     assert newcomer.is_late
     waiting = meeting(first, [5, 0, 0])
@@ -159,10 +164,7 @@ def test_too_few_wait_for_another(hall):
 def test_too_few_who_wait_for_nobody(hall):
     """The launcher ends them, so they are not told to wait."""
     found = hall(2)
-    first, second = members = found.members(0, 1)
-    found.meet(members)
-    hang_up(second)
-    found.until_gone(1)
+    first = found.left_of_two()
     assert found.report((0,), hopeful=1).hopeless
     meeting(first)
     found.until_ready(0)
