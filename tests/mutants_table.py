@@ -406,9 +406,23 @@ FAULTS = [
     Fault(
         "an error of the data is swallowed",
         "prefetch:_Shelf.fail",
-        "self._failure = failure",
+        "self._stock.failure = failure",
         "pass",
         "unit/input/test_prefetch.py",
+    ),
+    Fault(
+        "an error of the data comes before the batches that were read before it",
+        "prefetch:_ByCaller.get",
+        "stock.failure = e",
+        "raise",
+        "unit/input/test_prefetch.py",
+    ),
+    Fault(
+        "objects of the caller's thread are used in another one",
+        "feed:ReadAhead.get",
+        "first.num_bytes >= _LARGE_BYTES",
+        "first.num_bytes >= 0",
+        "unit/input/test_feed.py unit/keras/test_data.py",
     ),
     Fault(
         "each pass is read by a new thread",

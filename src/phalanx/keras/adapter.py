@@ -110,7 +110,8 @@ class AdaptedData:
         facts = Facts(batch_size=batch_size, is_full=is_full, num_batches=count, owner=owner)
         if compat.is_array_adapter(adapter):
             return strategy.experimental_distribute_dataset(self._of_arrays(facts))
-        return strategy.experimental_distribute_dataset(BatchStream(self._counted(compat.raw_batches(adapter)), facts))
+        batches = self._counted(compat.raw_batches(adapter))
+        return strategy.experimental_distribute_dataset(BatchStream(batches, replace(facts, is_begun=True)))
 
     def _of_arrays(self, facts: Facts) -> BatchStream:
         batches = compat.ArrayBatches(self._adapter, _checked, ChosenRows, to_host)

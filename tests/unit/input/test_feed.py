@@ -25,15 +25,27 @@ class Rows(AbstractReader):
 
 
 @pytest.mark.parametrize(
-    ("in_memory", "waits", "is_alone", "threads"),
-    [(True, True, False, 0), (True, False, True, 0), (True, True, True, 1), (False, False, False, 1)],
+    ("in_memory", "is_begun", "waits", "is_alone", "width", "threads"),
+    [
+        (True, False, True, False, 1, 0),
+        (True, False, False, True, 1, 0),
+        (True, False, True, True, 1, 1),
+        (False, False, False, False, 1, 1),
+        (False, True, False, False, 1, 0),
+        (False, True, True, False, 1, 1),
+        (False, True, False, True, 1 << 17, 1),
+    ],
 )
-def test_who_reads_ahead(in_memory, waits, is_alone, threads):
-    """A thread. Arrays in memory are read by the consumer, unless nobody writes to them meanwhile and the thread helps."""
-    rows = np.arange(8)
-    facts = Facts(is_in_memory=in_memory, owner=Owner.CALLER if in_memory else Owner.UNTIL_READ)
+def test_who_reads_ahead(in_memory, is_begun, waits, is_alone, width, threads):
+    """A thread. What the consumer's thread has begun, that thread reads, too, if batches are small.
+
+    Arrays in memory are read by the consumer, unless nobody writes to them meanwhile and the thread helps.
+    """
+    rows = np.repeat(np.arange(8)[:, None], width, axis=1)
+    owner = Owner.CALLER if in_memory else Owner.UNTIL_READ
+    facts = Facts(is_in_memory=in_memory, is_begun=is_begun, owner=owner)
     feed = Feed(Rows(rows), Landing(facts.owner, Pool()))
-    batches = ReadAhead(feed, lambda steps, _: steps[0].piece.parts[0][:], 2, facts, waits=waits)
+    batches = ReadAhead(feed, lambda steps, _: steps[0].piece.parts[0][:][:, 0], 2, facts, waits=waits)
     if is_alone:
         batches.read_beside()
     first = batches.get(Form()).value

@@ -96,23 +96,26 @@ def test_nothing_ahead_needs_no_thread():
     assert items.stop() == ([], None)
 
 
+@pytest.mark.parametrize("in_thread", [True, False])
 @pytest.mark.parametrize("ahead", [0, 1, 3])
-def test_failure_has_its_place(ahead):
+def test_failure_has_its_place(ahead, in_thread):
     """The items before it are delivered, and nothing after it."""
-    items = readings(Source(2, OSError("disk gone")), ahead, in_thread=True)
+    items = readings(Source(2, OSError("disk gone")), ahead, in_thread=in_thread)
     assert [items.get(), items.get()] == [1, 2]
     with pytest.raises(OSError, match="disk gone"):
         items.get()
-    if ahead:
+    if ahead and in_thread:
         assert items.get() is None
 
 
-def test_stop_gives_back_what_was_read():
+@pytest.mark.parametrize("in_thread", [True, False])
+def test_stop_gives_back_what_was_read(in_thread):
     """The items that nobody has taken, in order, and the failure behind them."""
-    items = readings(Source(2, OSError("disk gone")), 5, in_thread=True)
+    items = readings(Source(3, OSError("disk gone")), 5, in_thread=in_thread)
+    assert items.get() == 1
     wait_for(lambda: not prefetching())
     rest, failure = items.stop()
-    assert rest == [1, 2]
+    assert rest == [2, 3]
     assert isinstance(failure, OSError)
 
 

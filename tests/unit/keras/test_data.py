@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import sqlite3
 import time
 from fractions import Fraction
 
@@ -66,6 +67,41 @@ def test_generator_of_several_calls_loses_no_batch(strategy, k):
     assert len(read) == 13
     model.predict(generator, steps=2, verbose=0)
     assert len(read) == 15
+
+
+class Selected(keras.utils.PyDataset):
+    """Batches from a database, whose connection works only in the thread that opened it."""
+
+    def __init__(self, database):
+        super().__init__()
+        self.database = database
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        rows = self.database.execute("SELECT number FROM numbers WHERE number / 4 = ?", (index,)).fetchall()
+        x = np.array(rows, "float32")
+        return np.repeat(x, 5, axis=1), np.zeros(len(x), "int32")
+
+
+@pytest.mark.parametrize("kind", ["generator", "PyDataset"])
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [("fit", {"steps_per_epoch": 6, "shuffle": False}), ("evaluate", {"steps": 6}), ("predict", {"steps": 6})],
+)
+def test_objects_of_the_callers_thread(strategy, kind, method, options):
+    """They work as in Keras, which reads in this thread."""
+    database = sqlite3.connect(":memory:")
+    database.execute("CREATE TABLE numbers (number INTEGER)")
+    database.executemany("INSERT INTO numbers VALUES (?)", ((i,) for i in range(24)))
+    results = []
+    for model in twins(strategy, compiled()):
+        data = Selected(database)
+        rows = data if kind == "PyDataset" else (data[i % 6] for i in itertools.count())
+        result = getattr(model, method)(rows, **options, verbose=0)
+        results.append(result.history["loss"] if method == "fit" else result)
+    same(*results)
 
 
 def test_no_program_anew_for_each_epoch(strategy):

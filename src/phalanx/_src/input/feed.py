@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from phalanx._src.input.landing import Landing
 from phalanx._src.input.prefetch import AbstractReadings, readings
-from phalanx._src.input.sources.base import AbstractReader, Facts, Owner, Piece, State
+from phalanx._src.input.sources.base import AbstractReader, Facts, Owner, Piece, State, size_of
 
 # From this size of a batch on, a thread that reads ahead saves more than it costs.
 _LARGE_BYTES = 1 << 20
@@ -84,6 +84,11 @@ class Batch(NamedTuple):
 
     value: Any
     steps: Sequence[Step]
+
+    @property
+    def num_bytes(self) -> int:
+        """How much of it the host has copied."""
+        return sum(size_of(step.piece.parts) for step in self.steps)
 
     @property
     def state(self) -> State | None:
@@ -195,7 +200,9 @@ class ReadAhead(AbstractBatches):
     def __init__(self, feed: Feed, place: Place, ahead: int, facts: Facts, *, waits: bool) -> None:
         self._feed, self._place, self._ahead = feed, place, ahead
         # The caller's code, which may write to arrays of the caller, runs between two requests, so they are read during a request.
-        self._in_thread = not facts.is_in_memory and facts.owner is not Owner.CALLER
+        self._in_thread: bool | None = not facts.is_in_memory and facts.owner is not Owner.CALLER
+        if facts.is_begun and ahead and not waits:
+            self._in_thread = None  # Until the first batch shows how large they are.
         # Handing a small batch from thread to thread takes longer than reading it.
         self._may_read_beside = waits or facts.batch_bytes >= _LARGE_BYTES
         self._form: Form | None = None
@@ -210,12 +217,19 @@ class ReadAhead(AbstractBatches):
             self.stop()
             self._form = form
             read = _reads(self._feed, self._place, form)
+            first = None
+            if self._in_thread is None:
+                first = read()
+                self._in_thread = first is not None and first.num_bytes >= _LARGE_BYTES
+                batches = batches and batches - 1
             self._readings = readings(read, self._ahead, in_thread=self._in_thread, most=batches)
+            if first is not None:
+                return first
         return self._readings.get(batches)
 
     def read_beside(self) -> None:
         """Allows a thread to read data in memory alongside the consumer. The consumer promises that nobody writes to the data during that time."""
-        if self._may_read_beside and not self._in_thread:
+        if self._may_read_beside and self._in_thread is False:
             self.stop()
             self._in_thread = True
 

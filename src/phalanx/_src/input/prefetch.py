@@ -53,6 +53,28 @@ def readings(
     return _InThread(read, ahead, most) if ahead and in_thread else _ByCaller(read, ahead)
 
 
+class _Stock(Generic[T]):
+    """The items that were read but not taken, and the failure after them, if any."""
+
+    def __init__(self) -> None:
+        self.items: deque[T] = deque()
+        self.failure: BaseException | None = None
+
+    def take(self) -> T | None:
+        """Returns the next item, or None if there is none. Raises the failure once all items before it are taken."""
+        if self.items:
+            return self.items.popleft()
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+        return None
+
+    def rest(self) -> tuple[list[T], BaseException | None]:
+        rest = list(self.items), self.failure
+        self.items, self.failure = deque(), None
+        return rest
+
+
 @final
 class _ByCaller(AbstractReadings[T]):
     """Reads in the consumer's thread, for items that are cheaper to read than to pass between threads.
@@ -63,19 +85,21 @@ class _ByCaller(AbstractReadings[T]):
     def __init__(self, read: Callable[[], T | None], ahead: int) -> None:
         self._read: Callable[[], T | None] = read
         self._size = ahead + 1
-        self._items: deque[T] = deque()
+        self._stock = _Stock[T]()
 
     @override
     def get(self, most: int | None = None) -> T | None:
-        size = self._size if most is None else min(self._size, most)
-        while len(self._items) < size and (item := self._read()) is not None:
-            self._items.append(item)
-        return self._items.popleft() if self._items else None
+        size, stock = self._size if most is None else min(self._size, most), self._stock
+        try:
+            while len(stock.items) < size and stock.failure is None and (item := self._read()) is not None:
+                stock.items.append(item)
+        except Exception as e:  # `take` raises it after the items before it.
+            stock.failure = e
+        return stock.take()
 
     @override
     def stop(self) -> tuple[list[T], BaseException | None]:
-        unused, self._items = list(self._items), deque()
-        return unused, None
+        return self._stock.rest()
 
 
 @final
@@ -174,15 +198,14 @@ class _Shelf(Generic[T]):
     def __init__(self, size: int, most: int | None) -> None:
         # How many items there is room for, and how many will still be taken.
         self._size, self._most = size, most
-        self._items: deque[T] = deque()
-        self._failure: BaseException | None = None
+        self._stock = _Stock[T]()
         self._ended = self._closed = False
         self._change = threading.Condition()
 
     def wait_for_room(self) -> bool:
         """Waits until there is room for an item. Returns False if the consumer has closed the shelf instead."""
         with self._change:
-            self._change.wait_for(lambda: self._closed or len(self._items) < self._room)
+            self._change.wait_for(lambda: self._closed or len(self._stock.items) < self._room)
             return not self._closed
 
     @property
@@ -191,12 +214,12 @@ class _Shelf(Generic[T]):
 
     def put(self, item: T) -> None:
         with self._change:
-            self._items.append(item)
+            self._stock.items.append(item)
             self._change.notify_all()
 
     def fail(self, failure: BaseException) -> None:
         with self._change:
-            self._failure = failure
+            self._stock.failure = failure
 
     def end(self) -> None:
         with self._change:
@@ -218,21 +241,15 @@ class _Shelf(Generic[T]):
             self._most = most
             self._change.notify_all()
             # With a limit: a Ctrl-C between Python's last look for signals and an endless wait would have no effect.
-            while not self._change.wait_for(lambda: self._items or self._ended, _LOOK_S):
+            while not self._change.wait_for(lambda: self._stock.items or self._ended, _LOOK_S):
                 pass
-            if self._items:
-                item = self._items.popleft()
+            item = self._stock.take()
+            if item is not None:
                 # Until the next `take`, so that the thread reads no item which nobody will take.
                 self._most = most and most - 1
                 self._change.notify_all()
-                return item
-            failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
-        return None
+            return item
 
     def rest(self) -> tuple[list[T], BaseException | None]:
         # No lock: the shelf has ended before `stop` calls this.
-        rest = list(self._items), self._failure
-        self._items, self._failure = deque(), None
-        return rest
+        return self._stock.rest()

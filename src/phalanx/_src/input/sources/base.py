@@ -79,6 +79,8 @@ class Facts:
       has_random_access: whether a worker can read its own rows only.
       is_in_memory: whether the rows are in memory, so that reading is cheap and cannot fail.
       owner: who owns the memory of the batches.
+      is_begun: whether the caller's thread has begun to read, or makes what is read, as for Keras's adapters. What belongs to that
+        thread, such as the connection of a database, works in no other.
       batch_bytes: bytes of a batch that the host copies. 0 if they are unknown.
       whole: the facts about the source whose batches these are parts of. None if they are whole.
     """
@@ -91,6 +93,7 @@ class Facts:
     has_random_access: bool = False
     is_in_memory: bool = False
     owner: Owner = Owner.UNTIL_READ
+    is_begun: bool = False
     batch_bytes: int = 0
     whole: "Facts | None" = None
 
