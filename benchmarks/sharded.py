@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An MLP with Adam on a mesh, as an expert shards it in JAX, and with Phalanx."""
+"""An MLP with Adam on a mesh, as an expert shards it in JAX."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -8,17 +8,17 @@ import jax
 import keras
 import numpy as np
 from jax import lax
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-import phalanx
 from benchmarks.handwritten import pure_step
-from benchmarks.models import LEARNING_RATE, NUM_CLASSES, initial
+from benchmarks.models import NUM_CLASSES, initial
 
 _FEATURES, _WIDTH, _ROWS = 512, 1024, 256
 _AXES = ("replica", "model")
 
 
-def _model() -> keras.Model:
+def model() -> keras.Model:
     """Two wide layers of which the first is divided by columns and the second by rows, and the one of the classes."""
     layers = [
         keras.layers.Dense(_WIDTH, activation="relu", name="expand"),
@@ -30,13 +30,13 @@ def _model() -> keras.Model:
     return model
 
 
-def _batch() -> tuple[np.ndarray, np.ndarray]:
+def batch() -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(0)
     return rng.random((_ROWS, _FEATURES), "float32"), rng.integers(NUM_CLASSES, size=_ROWS).astype("int32")
 
 
-def _bytes_of_a_device(arrays: Iterable[jax.Array]) -> int:
-    device = jax.devices()[0]
+def bytes_of_a_device(arrays: Iterable[jax.Array]) -> int:
+    device = jax.local_devices()[0]
     return sum(s.data.nbytes for x in arrays for s in x.addressable_shards if s.device == device)
 
 
@@ -53,11 +53,11 @@ class HandSharded:
         mesh = Mesh(np.array(jax.devices()).reshape(replicas, size), _AXES, axis_types=(AxisType.Auto,) * 2)
         of_leaf = {None: _whole, "model": _by_layer, "replica": _by_rows}[over]
         if over == "replica":
-            step, state = pure_step(_model(), _scattered, _ROWS, _gathered)
+            step, state = pure_step(model(), _scattered, _ROWS, _gathered)
         else:
             # A sum over one replica is one that XLA cannot divide between its devices.
             sum_grads = (lambda grads: lax.psum(grads, "replica")) if replicas > 1 else (lambda grads: grads)
-            step, state = pure_step(_model(), sum_grads, _ROWS)
+            step, state = pure_step(model(), sum_grads, _ROWS)
         specs = jax.tree.map_with_path(lambda path, x: of_leaf(_layer(path), x.shape), state)
         shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
         split, in_map = PartitionSpec("replica"), specs if over == "replica" else PartitionSpec()
@@ -70,7 +70,7 @@ class HandSharded:
             check_vma=False,
         )
         self._state: Any = jax.device_put(state, shardings)
-        self._batch = jax.device_put(_batch(), NamedSharding(mesh, split))
+        self._batch = jax.device_put(batch(), NamedSharding(mesh, split))
         outs = (NamedSharding(mesh, split), shardings)
         self._step = jax.jit(mapped, out_shardings=outs, donate_argnums=0)
 
@@ -81,54 +81,11 @@ class HandSharded:
 
     def loss(self) -> float:
         """Does one step and returns the loss as a number."""
-        return float(np.asarray(self()).sum())
+        return float(multihost_utils.process_allgather(self(), tiled=True).sum())
 
     def bytes_of_a_device(self) -> int:
         """Returns what one device holds of weights and slots."""
-        return _bytes_of_a_device(jax.tree.leaves(self._state))
-
-
-class PhalanxSharded:
-    """The same with Phalanx: the usual step, and a layout for the strategy."""
-
-    def __init__(self, replicas: int, size: int, over: str | None) -> None:
-        by_layer = {".*/expand/kernel": (None, "model"), ".*/expand/bias": ("model",), ".*/contract/kernel": ("model",)}
-        layout = {None: None, "model": by_layer, "replica": phalanx.fully_sharded()}[over]
-        self._strategy = phalanx.MirroredStrategy(model_axis=("model", size) if size > 1 else None, layout=layout)
-        with self._strategy.scope():
-            model = _model()
-            optimizer = keras.optimizers.Adam(LEARNING_RATE)
-            optimizer.build(model.trainable_variables)
-            losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
-        self._variables = [*model.variables, *optimizer.variables]
-
-        def step(batch: Any) -> Any:
-            x, y = batch
-            with phalanx.GradientTape() as tape:
-                loss = phalanx.nn.compute_average_loss(losses(y, model(x, training=True)))
-            grads = tape.gradient(loss, model.trainable_variables)
-            optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
-            return loss
-
-        self._step = step
-        (self._batch,) = self._strategy.experimental_distribute_dataset([_batch()])
-
-    def __call__(self) -> jax.Array:
-        """Does one step and returns the replicas' losses."""
-        losses = self._strategy.run(self._step, args=(self._batch,))
-        return losses.data if isinstance(losses, phalanx.PerReplica) else losses
-
-    def loss(self) -> float:
-        """Does one step and returns the loss as a number."""
-        return float(np.asarray(self()).sum())
-
-    def bytes_of_a_device(self) -> int:
-        """Returns what one device holds of weights and slots."""
-        return _bytes_of_a_device(v.value for v in self._variables)
-
-    def whole_bytes(self) -> int:
-        """Returns what it would hold of whole ones."""
-        return sum(v.value.nbytes for v in self._variables)
+        return bytes_of_a_device(jax.tree.leaves(self._state))
 
 
 def _gathered(params: Any) -> Any:

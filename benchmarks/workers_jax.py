@@ -17,6 +17,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from benchmarks import timing
 from benchmarks.handwritten import pure_step
 from benchmarks.models import COMPARED_STEPS, MLP, sizes
+from benchmarks.sharded import HandSharded
 
 _AXIS = "replica"
 _WHOLE, _SPLIT = PartitionSpec(), PartitionSpec(_AXIS)
@@ -50,6 +51,14 @@ def prepare_loop(name: str) -> list[float]:
     losses = [multihost_utils.process_allgather(run(), tiled=True).sum() for _ in range(COMPARED_STEPS)]
     _measures[name] = functools.partial(timing.seconds_a_step, run, jax.block_until_ready)
     return [float(np.mean(losses)), *sizes(jax.device_get(jax.tree.leaves(state[0])))]
+
+
+def prepare_sharded(name: str) -> list[float]:
+    """Makes a step on variables in shards, one per worker, and returns the losses of some steps."""
+    step = HandSharded(_mesh().size, 1, "replica")
+    losses = [step.loss() for _ in range(COMPARED_STEPS)]
+    _measures[name] = functools.partial(timing.seconds_a_step, step, jax.block_until_ready)
+    return losses
 
 
 def prepare_all_reduce(name: str, size_bytes: int) -> list[float]:

@@ -13,6 +13,7 @@ import phalanx
 from benchmarks import timing
 from benchmarks.fit_epochs import Clock
 from benchmarks.models import COMPARED_STEPS, LEARNING_RATE, MLP, sizes
+from benchmarks.sharded_phalanx import PhalanxSharded
 from benchmarks.with_phalanx import train_step
 
 _measures: dict[str, Callable[[int], float]] = {}
@@ -49,6 +50,14 @@ def prepare_fit(name: str, steps_per_execution: int) -> list[float]:
     (loss,) = fit(1, COMPARED_STEPS)["loss"]
     _measures[name] = lambda count: fit(2, count)["seconds"][-1] / count
     return [loss, *sizes(model.get_weights())]
+
+
+def prepare_sharded(name: str) -> list[float]:
+    """Makes a step on variables in shards, one per worker, and returns the losses of some steps."""
+    step = PhalanxSharded(phalanx.MultiWorkerMirroredStrategy(layout=phalanx.fully_sharded()))
+    losses = [step.loss() for _ in range(COMPARED_STEPS)]
+    _measures[name] = functools.partial(timing.seconds_a_step, step, jax.block_until_ready)
+    return losses
 
 
 def prepare_all_reduce(name: str, size_bytes: int) -> list[float]:
