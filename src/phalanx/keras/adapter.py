@@ -12,10 +12,10 @@ import numpy as np
 
 from phalanx._src import compat
 from phalanx._src.input.distributed import DistributedDataset
-from phalanx._src.input.sources.base import UNKNOWN, Facts, Owner, no_array, size_of, to_host
+from phalanx._src.input.sources.base import UNKNOWN, Facts, Owner, no_array, to_host
 from phalanx._src.input.sources.batches import BatchStream
 from phalanx._src.input.sources.rows import ChosenRows
-from phalanx._src.mesh.arrays import as_array, copied, is_on_cpu, is_sparse
+from phalanx._src.mesh.arrays import as_array, copied, is_sparse
 from phalanx._src.strategies.base import Strategy
 from phalanx._src.typed_jax import shape_dtype
 from phalanx.errors import InputError, shown
@@ -115,17 +115,8 @@ class AdaptedData:
 
     def _of_arrays(self, facts: Facts) -> BatchStream:
         batches = compat.ArrayBatches(self._adapter, _checked, ChosenRows, to_host)
-        # NumPy gathers the rows of a CPU if they are shuffled. Other rows of devices stay there.
-        gathers = compat.is_shuffled(self._adapter)
-        arrays = [np.asarray(x) if gathers and isinstance(x, jax.Array) and is_on_cpu(x) else x for x in batches.arrays]
-        num_rows, size = compat.num_rows(self._adapter), size_of(arrays)
-        facts = replace(
-            facts,
-            num_records=num_rows,
-            is_in_memory=True,
-            owner=Owner.CALLER,
-            batch_bytes=size * (facts.batch_size or 1) // max(1, num_rows),  # Data without rows gets its error later.
-        )
+        rows = compat.num_rows(self._adapter)
+        facts = replace(facts, num_records=rows, is_in_memory=True, owner=Owner.CALLER)
         # Ready, because `_checked` and `to_host` have converted all leaves already: arrays once, not once per batch.
         return BatchStream(self._counted(batches), facts, is_ready=True)
 

@@ -30,6 +30,7 @@ class Rows(AbstractReader):
         (True, False, True, False, 1, 0),
         (True, False, False, True, 1, 0),
         (True, False, True, True, 1, 1),
+        (True, False, False, True, 1 << 17, 1),
         (False, False, False, False, 1, 1),
         (False, True, False, False, 1, 0),
         (False, True, True, False, 1, 1),

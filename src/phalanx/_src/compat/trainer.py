@@ -167,11 +167,6 @@ class ArrayBatches:
         self._adapter, self._rows, self._whole = adapter, rows, whole
         self._inputs = keras.tree.map_structure(lambda x: _source(x, prepare), adapter._inputs)
 
-    @property
-    def arrays(self) -> list[PyTree]:
-        """The NumPy and JAX arrays among the data."""
-        return [x.array for x in keras.tree.flatten(self._inputs) if isinstance(x, _Dense)]
-
     def __call__(self) -> Iterator[PyTree]:
         batches: Iterator[PyTree] = self._adapter._get_iterator(self._chosen, self._inputs)
         return batches
@@ -255,11 +250,6 @@ def begin_again(adapter: _DataAdapter | None) -> None:
     # Keras numbers the batches of an endless dataset through all epochs, and those of other datasets in each epoch.
     if adapter.num_batches is None:
         adapter.enqueuer.indices = itertools.count()
-
-
-def is_shuffled(adapter: _ArrayDataAdapter) -> bool:
-    """Whether an array data adapter draws an order of the rows."""
-    return bool(adapter._shuffle)
 
 
 def draws_while_reading(adapter: _DataAdapter | None) -> bool:

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, final
 
 from typing_extensions import override
 
-from phalanx._src.input.landing import Landing
+from phalanx._src.input.landing import Landing, bytes_on_host
 from phalanx._src.input.prefetch import AbstractReadings, readings
-from phalanx._src.input.sources.base import AbstractReader, Facts, Owner, Piece, State, size_of
+from phalanx._src.input.sources.base import AbstractReader, Facts, Owner, Piece, State
 
 # From this size of a batch on, a thread that reads ahead saves more than it costs.
 _LARGE_BYTES = 1 << 20
@@ -84,11 +84,6 @@ class Batch(NamedTuple):
 
     value: Any
     steps: Sequence[Step]
-
-    @property
-    def num_bytes(self) -> int:
-        """How much of it the host has copied."""
-        return sum(size_of(step.piece.parts) for step in self.steps)
 
     @property
     def state(self) -> State | None:
@@ -199,12 +194,11 @@ class ReadAhead(AbstractBatches):
 
     def __init__(self, feed: Feed, place: Place, ahead: int, facts: Facts, *, waits: bool) -> None:
         self._feed, self._place, self._ahead = feed, place, ahead
+        # Handing a small batch from thread to thread takes longer than reading it. None: the first batch shows how large they are.
+        self._if_large = True if waits else None
         # The caller's code, which may write to arrays of the caller, runs between two requests, so they are read during a request.
-        self._in_thread: bool | None = not facts.is_in_memory and facts.owner is not Owner.CALLER
-        if facts.is_begun and ahead and not waits:
-            self._in_thread = None  # Until the first batch shows how large they are.
-        # Handing a small batch from thread to thread takes longer than reading it.
-        self._may_read_beside = waits or facts.batch_bytes >= _LARGE_BYTES
+        is_of_caller = facts.is_in_memory or facts.owner is Owner.CALLER
+        self._in_thread = False if is_of_caller else self._if_large if facts.is_begun else True
         self._form: Form | None = None
         self._readings: AbstractReadings[Batch] | None = None
 
@@ -220,7 +214,9 @@ class ReadAhead(AbstractBatches):
             first = None
             if self._in_thread is None:
                 first = read()
-                self._in_thread = first is not None and first.num_bytes >= _LARGE_BYTES
+                self._in_thread = bool(
+                    self._ahead and first and sum(bytes_on_host(s.piece) for s in first.steps) >= _LARGE_BYTES
+                )
                 batches = batches and batches - 1
             self._readings = readings(read, self._ahead, in_thread=self._in_thread, most=batches)
             if first is not None:
@@ -229,9 +225,9 @@ class ReadAhead(AbstractBatches):
 
     def read_beside(self) -> None:
         """Allows a thread to read data in memory alongside the consumer. The consumer promises that nobody writes to the data during that time."""
-        if self._may_read_beside and self._in_thread is False:
+        if self._in_thread is False:
             self.stop()
-            self._in_thread = True
+            self._in_thread = self._if_large
 
     @override
     def put_back(self, batch: Batch) -> None:

@@ -151,6 +151,13 @@ def columns_of(piece: Piece) -> tuple[list[tuple[PyTree, ...]], PyTree]:
     return list(zip(leaves, *map(jax.tree.leaves, parts[1:]), strict=True)), tree
 
 
+def bytes_on_host(piece: Piece) -> int:
+    """Returns the size of the rows of a piece that are in the memory of the host, those of all replicas of this process together."""
+    columns, _ = columns_of(piece)
+    landed = [leaves[0].stack[:, leaves[0].step] for leaves in columns if isinstance(leaves[0], Landed)]
+    return sum(x.nbytes for leaves in [landed, *columns] for x in leaves if isinstance(x, np.ndarray))
+
+
 def _has_place(stack: np.ndarray, leaves: Sequence[PyTree], places: int) -> bool:
     """Returns whether rows can be written to a stack that was made for those of the step before."""
     like = leaves[0] if len(leaves) == 1 else max(leaves, key=len)

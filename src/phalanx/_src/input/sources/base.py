@@ -3,7 +3,6 @@
 
 import enum
 import itertools
-import math
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
@@ -81,7 +80,6 @@ class Facts:
       owner: who owns the memory of the batches.
       is_begun: whether the caller's thread has begun to read, or makes what is read, as for Keras's adapters. What belongs to that
         thread, such as the connection of a database, works in no other.
-      batch_bytes: bytes of a batch that the host copies. 0 if they are unknown.
       whole: the facts about the source whose batches these are parts of. None if they are whole.
     """
 
@@ -94,7 +92,6 @@ class Facts:
     is_in_memory: bool = False
     owner: Owner = Owner.UNTIL_READ
     is_begun: bool = False
-    batch_bytes: int = 0
     whole: "Facts | None" = None
 
 
@@ -266,11 +263,6 @@ def to_host(batch: PyTree) -> PyTree:
       InputError: a leaf is not an array that JAX can hold.
     """
     return arrays.to_host(batch, "a batch")
-
-
-def size_of(batch: PyTree) -> int:
-    """Returns the number of bytes of a batch that the host copies. Devices copy their own arrays."""
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(batch) if not isinstance(x, jax.Array))
 
 
 _NUM_ROWS = itemgetter(0)

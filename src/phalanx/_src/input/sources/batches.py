@@ -22,7 +22,6 @@ from phalanx._src.input.sources.base import (
     check_count,
     num_rows,
     rows_of,
-    size_of,
     stack,
     state_entry,
     to_host,
@@ -307,5 +306,4 @@ def sizes(batches: Sequence[Any]) -> Facts:
         num_batches=len(rows),
         num_records=sum(rows),
         owner=Owner.CALLER,
-        batch_bytes=max(map(size_of, host), default=0),
     )

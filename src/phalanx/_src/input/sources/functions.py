@@ -112,10 +112,8 @@ class FunctionSource(AbstractSource):
     @property
     @override
     def facts(self) -> Facts:
-        facts = [source.facts for source in self._sources]
-        owners, size = {each.owner for each in facts}, sum(each.batch_bytes for each in facts)
-        if Owner.CALLER in owners:
-            return Facts(owner=Owner.CALLER, batch_bytes=size)
+        if any(source.facts.owner is Owner.CALLER for source in self._sources):
+            return Facts(owner=Owner.CALLER)
         return Facts(owner=Owner.UNTIL_READ if self._borrows and not self._reads_in_turn else Owner.NOBODY)
 
     @override

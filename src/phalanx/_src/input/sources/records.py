@@ -25,7 +25,6 @@ from phalanx._src.input.sources.base import (
     check_batch_size,
     check_count,
     num_rows,
-    size_of,
     stack,
     state_entry,
 )
@@ -126,8 +125,7 @@ class ArrayRecords(AbstractRecords):
     def facts(self) -> Facts:
         # JAX arrays cannot change.
         owner = Owner.CALLER if any(isinstance(x, np.ndarray) for x in self._leaves) else Owner.NOBODY
-        size = size_of(self._leaves) * self.batch_size // max(1, self.num_records)
-        return dataclasses.replace(super().facts, is_in_memory=True, owner=owner, batch_bytes=size)
+        return dataclasses.replace(super().facts, is_in_memory=True, owner=owner)
 
     @override
     def records(self, start: int, stop: int) -> PyTree:
