@@ -287,7 +287,7 @@ def test_callbacks_that_steer_apart(cluster_of):
     ]
 
 
-@pytest.mark.parametrize("method", ["fit", "evaluate", "predict"])
+@pytest.mark.parametrize("method", ["fit", "evaluate", "predict", "loop"])
 def test_arrays_of_different_lengths(cluster_of, method):
     """Equal numbers of batches, and of rows of the short one on each replica: before the first step all say so."""
     for text in cluster_of(2, 1).call("different_rows", rows=[1003, 1002], method=method, source="arrays"):

@@ -402,11 +402,14 @@ def small_model(strategy: phalanx.Strategy, optimizer: keras.Optimizer | None = 
 
 
 def different_rows(strategy: phalanx.Strategy, rows: list[int], method: str, source: str) -> None:
-    """Fits or the like with the first of the rows; each worker with another number of them."""
+    """Fits or the like, or runs a loop, with the first of the rows; each worker with another number of them."""
     model = small_model(strategy)
     own = rows[strategy.topology.worker_index]
     x, y = X[:own], Y[:own]
-    if source == "arrays":
+    if method == "loop":
+        for batch in strategy.experimental_distribute_dataset(x, batch_size=BATCH):
+            strategy.run(lambda x: x.sum(), args=(batch,))
+    elif source == "arrays":
         getattr(model, method)(x, *([] if method == "predict" else [y]), batch_size=BATCH, verbose=0)
     elif source == "generator":
         getattr(model, method)(_batches(x, y), verbose=0)

@@ -131,7 +131,6 @@ class EpochData:
                 "the first epoch would never end.",
                 "fit(dataset, steps_per_epoch=100); steps=100 in evaluate and predict",
             )
-        self._is_checked = False
 
     def read_beside(self) -> None:
         """Allows a thread to read data in memory alongside the steps. The caller promises that nobody writes to them during an epoch."""
@@ -185,10 +184,6 @@ class EpochData:
           The index of the first step of the group, and the parts of the group: pairs of a batch, or a stack of batches of
           equal size, and its number of steps.
         """
-        if not self._is_checked:
-            # Here, because an elastic group can lose a process from now on.
-            self._dataset.require_same()
-            self._is_checked = True
         # With `steps_per_epoch`, an epoch continues where the last one ended, and starts over at the end of the data.
         restored = self._begin_epoch()
         # Set again after the last step only: after an error or a `break`, the next epoch opens the data again.
@@ -284,7 +279,7 @@ class EpochData:
             self._reading.stop_reading()
         self._adapted.end_epoch()
         self._adapted.begin_again()
-        self._iterator, self._reading, self._is_checked = None, None, False
+        self._iterator, self._reading = None, None
 
     def set_state(self, state: State) -> None:
         """Makes the next epoch continue from a position.

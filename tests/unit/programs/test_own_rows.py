@@ -190,6 +190,9 @@ def test_each_replica_gives_what_its_rows_give():
             "median": jnp.median(x),
             "order": order,
             "count": x.shape[0],
+            "number": jnp.float32(x.shape[0]),
+            "ones": jnp.ones_like(x).sum(),
+            "constant": jnp.asarray(np.arange(float(x.shape[0]))).sum() + 1,
             "is_long": jax.lax.cond(x.sum() > 0, lambda: x.shape[0] * 1.0, lambda: -1.0),
             "name": "same",
         }

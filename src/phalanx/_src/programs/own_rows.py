@@ -229,8 +229,9 @@ class DividedProgram:
 
     Args:
       discoveries: the traces of the shares.
-      shares: the shares that replicas have.
+      shares: the shares. Those that no replica has are only compared. Empty if there is one trace for all replicas.
       inputs: the shapes of the inputs, one per share.
+      may_be_empty: whether a replica has no rows. What it computes of its padding, or only of its shape, is not returned.
 
     Attributes:
       outputs: the shapes of what a replica returns, with room for the largest share.
@@ -239,38 +240,46 @@ class DividedProgram:
       IndivisibleError: the traces do not exchange the same.
     """
 
-    def __init__(self, discoveries: Sequence[Discovery], shares: Sequence[RowShare], inputs: Sequence[Inputs]) -> None:
+    def __init__(
+        self,
+        discoveries: Sequence[Discovery],
+        shares: Sequence[RowShare],
+        inputs: Sequence[Inputs],
+        *,
+        may_be_empty: bool,
+    ) -> None:
         leaves = jax.tree.leaves(discoveries[0].outputs)
         self._tree = cast(Any, jax.tree.structure(discoveries[0].outputs))
-        traces = [_traced(*each) for each in zip(discoveries, inputs, strict=True)]
+        used = [i for i, share in enumerate(shares) if share.replicas] or [0]
+        traces = [_traced(discoveries[i], inputs[i]) for i in used]
         self._stages = Stages(traces)
-        # What a replica without rows returns of its padding.
-        values, sharded, whole = (jax.tree.leaves(each) for each in inputs[0])
-        of_rows = [size is not None for size, _ in zip(shares[0].sizes, sharded, strict=False)] if shares else []
-        depends = traces[0].depends_on([*(False for _ in values), *of_rows, *(False for _ in whole)]) if shares else []
-        self._of_padding = [
-            i for i, _ in enumerate(jax.tree.leaves(discoveries[0].outputs.results)) if shares and depends[i]
-        ]
-        columns = zip(*(jax.tree.leaves(each.outputs) for each in discoveries), strict=True)
+        self._of_padding: list[int] = []
+        if may_be_empty:
+            values, sharded, whole = (jax.tree.leaves(each) for each in inputs[0])
+            of_rows = [size is not None for size, _ in zip(shares[0].sizes, sharded, strict=False)]
+            other = traces[1] if len(traces) > 1 else _traced(discoveries[1], inputs[1])
+            depends = traces[0].depends_on([*(False for _ in values), *of_rows, *(False for _ in whole)], other)
+            results = jax.tree.leaves(discoveries[0].outputs.results)
+            self._of_padding = [i for i, _ in enumerate(results) if depends[i]]
+        columns = zip(*(jax.tree.leaves(discoveries[i].outputs) for i in used), strict=True)
         sizes = (tuple(map(max, zip(*(x.shape for x in each), strict=True))) for each in columns)
         self.outputs = self._tree.unflatten([shape_dtype(size, x.dtype) for size, x in zip(sizes, leaves, strict=True)])
         share_of = {replica: i for i, share in enumerate(shares) for replica in share.replicas}
-        self._share_of = [share_of[replica] for replica in sorted(share_of)] if len(shares) > 1 else []
+        self._share_of = [share_of[replica] for replica in sorted(share_of)] if len(used) > 1 else []
 
-    def run(self, inputs: Inputs, rows: PyTree, observers: Sequence[Observer], *, may_be_empty: bool) -> PyTree:
+    def run(self, inputs: Inputs, rows: PyTree, observers: Sequence[Observer]) -> PyTree:
         """Returns the outputs of the replica, with room for those of the largest share.
 
         Args:
           inputs: the inputs.
           rows: the number of rows of this replica.
           observers: the objects to notify of the parts of a step.
-          may_be_empty: whether a replica has no rows. What it computes of its padding is not returned.
         """
         # The number of a replica is the only thing that its program does not share with the others.
         branch = jnp.asarray(self._share_of)[lax.axis_index(REPLICA_AXIS)] if self._share_of else None
         note = (lambda sent: _report_own_part(observers, rows, sent)) if observers else None
         results = self._stages.run(jax.tree.leaves(inputs), branch, note)
-        for i in self._of_padding if may_be_empty else ():
+        for i in self._of_padding:
             results[i] = jnp.where(rows > 0, results[i], jnp.zeros_like(results[i]))
         if observers:
             _report_end(observers, results)
