@@ -423,11 +423,12 @@ def _differ(eqn: jex.JaxprEqn, other: jex.JaxprEqn) -> bool:
     return eqn.primitive is not other.primitive or any(map(_differ_as_atoms, *of_eqns))
 
 
-def _differ_as_atoms(atom: jex.Var | jex.Literal, other: jex.Var | jex.Literal) -> bool:
+def _differ_as_atoms(atom: PyTree, other: PyTree) -> bool:
     """Whether a literal or variable of a trace differs from that of another trace in its shape, or in the number that it is."""
-    if atom.aval.shape != other.aval.shape or isinstance(atom, jex.Literal) is not isinstance(other, jex.Literal):
+    is_literal = isinstance(atom, jex.Literal)
+    if atom.aval.shape != other.aval.shape or is_literal is not isinstance(other, jex.Literal):
         return True
-    return isinstance(atom, jex.Literal) and _differ_as_consts(atom.val, other.val)
+    return is_literal and _differ_as_consts(atom.val, other.val)
 
 
 def _differ_as_consts(const: ArrayLike, other: ArrayLike) -> bool:
