@@ -88,8 +88,8 @@ class StagedTrace:
         reached = {v for v, is_one in zip(self.jaxpr.invars, inputs, strict=True) if is_one}
         pairs = zip(self.jaxpr.constvars, self.consts, other.consts, strict=False)
         reached.update(v for v, const, like in pairs if _differ_as_consts(const, like))
-        others = other.jaxpr.eqns if len(other.jaxpr.eqns) == len(self.jaxpr.eqns) else self.jaxpr.eqns
-        for eqn, like in zip(self.jaxpr.eqns, others, strict=True):
+        likes = other.jaxpr.eqns if len(other.jaxpr.eqns) == len(self.jaxpr.eqns) else self.jaxpr.eqns
+        for eqn, like in zip(self.jaxpr.eqns, likes, strict=True):
             if not communicates(eqn) and (_differ(eqn, like) or any(v in reached for v in _read(eqn))):
                 reached.update(eqn.outvars)
         columns = zip(self.jaxpr.outvars, other.jaxpr.outvars, strict=True)
