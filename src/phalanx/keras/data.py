@@ -109,7 +109,7 @@ class EpochData:
         self._steps, self._group = steps, group
         self._stacked = group if is_stacked else 1
         self._iterator: DistributedIterator | None = None
-        self._is_empty = True
+        self._is_empty, self._is_used_up = True, False
         self._reads_beside = False
         # For `get_state`: steps of the epoch so far, the iterator they came from, and what decided the order before the epoch in which it
         # was created.
@@ -184,6 +184,12 @@ class EpochData:
           The index of the first step of the group, and the parts of the group: pairs of a batch, or a stack of batches of
           equal size, and its number of steps.
         """
+        if self._is_used_up:
+            warn_of_slip(
+                "The generator ended in an earlier epoch, so this epoch has at most the two batches that Keras looked at beforehand.",
+                "strategy.experimental_distribute_dataset(rows), where rows is the function that returns the generator; or a "
+                "keras.utils.PyDataset",
+            )
         # With `steps_per_epoch`, an epoch continues where the last one ended, and starts over at the end of the data.
         restored = self._begin_epoch()
         # Set again after the last step only: after an error or a `break`, the next epoch opens the data again.
@@ -215,6 +221,8 @@ class EpochData:
             self._iterator = iterator
         elif self._steps is not None:
             self._warn(done)
+        else:
+            self._is_used_up = self._adapted.is_read_once
         # None at the end of the data: the position is then what decides the order of the next epoch.
         self._done, self._reading = 0, self._iterator
         self._adapted.end_epoch()
@@ -385,6 +393,10 @@ def _batched(strategy: Strategy, x: PyTree, data: dict[str, Any]) -> Distributed
     batch_size = data.pop("batch_size", None) if isinstance(x, AbstractRows) else None
     # `fit` passes shuffle=True by default, so it does not show what the user wants.
     names = [name for name, value in data.items() if value is not None and name != "shuffle"]
+    if names == ["batch_size"]:
+        raise InvalidArgumentError(
+            f"batch_size with a {type(x).__name__}", "the dataset already has its batches.", "omit batch_size in fit"
+        )
     if names:
         raise InvalidArgumentError(
             f"{', '.join(names)} with a {type(x).__name__}",

@@ -12,7 +12,7 @@ import pytest
 from twins import FIT, SHORT, X, Y, compiled, failing_after, mlp, same, same_state, state, twins, under
 
 import phalanx
-from phalanx.errors import InputError, InvalidArgumentError
+from phalanx.errors import InputError, InvalidArgumentError, SlipWarning
 from phalanx.keras.callbacks import runs_user_code
 from phalanx.keras.data import EpochData
 
@@ -67,6 +67,17 @@ def test_generator_of_several_calls_loses_no_batch(strategy, k):
     assert len(read) == 13
     model.predict(generator, steps=2, verbose=0)
     assert len(read) == 15
+
+
+@pytest.mark.parametrize("is_validation", [True, False])
+def test_generator_of_one_epoch(strategy, is_validation):
+    """In Keras, the next epoch silently has the two batches that Keras has looked at."""
+    model, rows = under(strategy, compiled()), ((X[i : i + 4], Y[i : i + 4]) for i in range(0, 24, 4))
+    data = {"x": X, "y": Y, "validation_data": rows} if is_validation else {"x": rows}
+    with pytest.warns(
+        SlipWarning, match=r"ended in an earlier epoch, so (.|\n)*HINT: strategy.experimental_distribute"
+    ):
+        model.fit(**data, epochs=2, shuffle=False, verbose=0)
 
 
 class Selected(keras.utils.PyDataset):
@@ -382,12 +393,19 @@ def test_records_of_files_are_batched(strategy, tmp_path):
         same(found, theirs.fit(X[:rows], Y[:rows], epochs=2, **FIT).history)
 
 
-@pytest.mark.parametrize("given", [{"y": Y}, {"sample_weight": Y}, {"batch_size": 4}, {"class_weight": {0: 2.0}}])
-def test_arguments_that_a_distributed_dataset_has_itself(strategy, given):
+@pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        *(({name: Y}, "make them part of the elements") for name in ("y", "sample_weight")),
+        ({"batch_size": 4}, "omit batch_size"),
+        ({"class_weight": {0: 2.0}}, "make them part of the elements"),
+    ],
+)
+def test_arguments_that_a_distributed_dataset_has_itself(strategy, given, hint):
     """They are not ignored. An iterator is no dataset."""
     dataset = strategy.experimental_distribute_dataset((X, Y), batch_size=16)
     model = under(strategy, compiled())
-    with pytest.raises(InvalidArgumentError, match=f"{next(iter(given))} with a DistributedDataset"):
+    with pytest.raises(InvalidArgumentError, match=f"{next(iter(given))} with a DistributedDataset(.|\n)*HINT: {hint}"):
         model.fit(dataset, **given)
     with pytest.raises(InputError, match="HINT: fit\\(dataset\\) instead of fit"):
         model.fit(iter(dataset))

@@ -72,7 +72,11 @@ def numpy_dataset():
         (b"abc", 2, "dataset=b'abc': text or a path is not a dataset"),
         (bytearray(b"abc"), 2, "dataset=bytearray.b'abc'.: text or a path is not"),
         (list, 2, r"dataset=list: a class is not a dataset.\nHINT: pass an instance: list\(\.\.\.\)"),
-        (np.ones(4), None, "dataset=ndarray: is not an iterable of batches.\nHINT: pass batch_size=64"),
+        (
+            np.ones(4),
+            None,
+            "dataset=ndarray: is not an iterable of batches.\nHINT: experimental_distribute_dataset(rows, batch_size=64)",
+        ),
         (3, None, "dataset=int: is not an iterable of batches"),
         (None, None, "dataset=NoneType: is not an iterable of batches"),
         (keras.utils.PyDataset, None, "dataset=PyDataset: a class is not a dataset"),

@@ -91,7 +91,7 @@ def _batches(dataset: Any, drop: bool) -> AbstractSource:
         raise InputError(
             f"dataset={type(dataset).__name__}",
             "is not an iterable of batches.",
-            "pass batch_size=64 for a pytree of arrays",
+            "experimental_distribute_dataset(rows, batch_size=64); distribute_datasets_from_function takes a function that returns batches",
         )
     facts = Facts(num_batches=length_of(dataset), is_full=drop)
     return BatchStream(opener(dataset), facts, drop_remainder=drop)

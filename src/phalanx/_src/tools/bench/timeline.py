@@ -181,7 +181,7 @@ _NOTABLE = 0.15
 _ADVICE = {
     "input": (
         "its input",
-        "read faster, for example from arrays, with parallel readers, or ahead with a larger experimental_per_replica_buffer_size.",
+        "read faster, for example from arrays or with parallel readers; fit reads a slow generator alongside the steps if you distribute its function.",
     ),
     "host": (
         "Python code between the steps",
