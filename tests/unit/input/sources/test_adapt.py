@@ -75,7 +75,7 @@ def numpy_dataset():
         (
             np.ones(4),
             None,
-            "dataset=ndarray: is not an iterable of batches.\nHINT: experimental_distribute_dataset(rows, batch_size=64)",
+            r"dataset=ndarray: is not an iterable of batches.\nHINT: experimental_distribute_dataset\(rows, batch_size=64\);",
         ),
         (3, None, "dataset=int: is not an iterable of batches"),
         (None, None, "dataset=NoneType: is not an iterable of batches"),
