@@ -150,10 +150,13 @@ class ModelTrainer:
                 progress.begin(epoch)
             if progress.logs is None:
                 # In the middle of an epoch, the metrics of its first steps were restored or are still there.
-                if not run.data.is_within_epoch:
+                if is_whole := not run.data.is_within_epoch:
                     model.reset_metrics()
                 run.begin_epoch(epoch)
-                progress.logs = self._of_group(run, self._epoch(run.data, self._train, run.hooks, "train", interrupts))
+                logs = self._epoch(run.data, self._train, run.hooks, "train", interrupts)
+                if is_whole:
+                    run.data.require_batch("fit")
+                progress.logs = self._of_group(run, logs)
             if progress.results is None:
                 results = {}
                 if run.validation is not None and compat.is_evaluated(model, epoch, run.validation_freq):

@@ -151,12 +151,13 @@ def test_endless_data_needs_a_number_of_steps(strategy, method, is_distributed):
     getattr(model, method)(data, **options, **{"steps_per_epoch" if method == "fit" else "steps": 2})
 
 
-def test_evaluation_without_rows(strategy):
-    """It says so, instead of returning an empty list."""
+@pytest.mark.parametrize("method", ["fit", "evaluate"])
+def test_data_without_rows(strategy, method):
+    """It says so, instead of returning an empty history or list."""
     model = under(strategy, compiled())
     model.evaluate(X, Y, verbose=0)
-    with pytest.raises(InvalidArgumentError, match="evaluate without a batch: the data is empty.*\nHINT: pass"):
-        model.evaluate(X[:0], Y[:0], verbose=0)
+    with pytest.raises(InvalidArgumentError, match=f"{method} without a batch: the data is empty.*\nHINT: pass"):
+        getattr(model, method)(X[:0], Y[:0], verbose=0)
 
 
 @pytest.mark.parametrize(
