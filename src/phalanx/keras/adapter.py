@@ -70,8 +70,8 @@ def _is_dataset(x: PyTree) -> bool:
     """Whether `experimental_distribute_dataset` may read data that Keras does not: batches, rows, or a function that returns an iterator."""
     if isinstance(x, (list, tuple)):
         return bool(x) and all(isinstance(batch, tuple) for batch in x)
-    has_items = all(hasattr(x, name) for name in ("__len__", "__getitem__"))
-    return callable(x) or (has_items and not isinstance(x, (dict, str, bytes)) and not hasattr(x, "shape"))
+    is_read_in_turn = isinstance(x, Iterable) or all(hasattr(x, name) for name in ("__len__", "__getitem__"))
+    return callable(x) or (is_read_in_turn and not isinstance(x, (dict, str, bytes)) and not hasattr(x, "shape"))
 
 
 @final

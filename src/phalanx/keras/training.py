@@ -28,7 +28,14 @@ from phalanx._src.programs.values import combine_on_demand
 from phalanx._src.strategies.base import Strategy
 from phalanx._src.tracing import context
 from phalanx._src.tracing.policy import policy_of
-from phalanx.errors import ContextError, InvalidArgumentError, MissingDependencyError, PeerLostError, warn_of_slip
+from phalanx.errors import (
+    ContextError,
+    InvalidArgumentError,
+    MissingDependencyError,
+    PeerLostError,
+    arguments,
+    warn_of_slip,
+)
 from phalanx.keras import predictions, steps
 from phalanx.keras.agreement import settle_epoch, stops
 from phalanx.keras.backup import BackupAndRestore, FitProgress, informed
@@ -419,7 +426,7 @@ class ModelTrainer:
         return self._model
 
     def _data(self, x: PyTree, num_steps: int | None, **data: PyTree) -> EpochData:
-        group = self._model.steps_per_execution
+        group = arguments.integer("steps_per_execution", self._model.steps_per_execution, hint="steps_per_execution=16")
         is_stacked, fresh = not self._is_single, self._fresh_data
         return EpochData(self._strategy, x, steps=num_steps, group=group, is_stacked=is_stacked, fresh=fresh, **data)
 

@@ -103,16 +103,58 @@ class Selected(keras.utils.PyDataset):
 )
 def test_objects_of_the_callers_thread(strategy, kind, method, options):
     """They work as in Keras, which reads in this thread."""
-    database = sqlite3.connect(":memory:")
-    database.execute("CREATE TABLE numbers (number INTEGER)")
-    database.executemany("INSERT INTO numbers VALUES (?)", ((i,) for i in range(24)))
-    results = []
+    database, results = database_of_24(), []
     for model in twins(strategy, compiled()):
         data = Selected(database)
         rows = data if kind == "PyDataset" else (data[i % 6] for i in itertools.count())
         result = getattr(model, method)(rows, **options, verbose=0)
         results.append(result.history["loss"] if method == "fit" else result)
     same(*results)
+
+
+class Interrupting(Selected):
+    """Is interrupted while the fourth batch is read."""
+
+    def __getitem__(self, index):
+        if index == 3:
+            raise KeyboardInterrupt
+        return super().__getitem__(index)
+
+
+def database_of_24():
+    """The rows of six batches."""
+    database = sqlite3.connect(":memory:")
+    database.execute("CREATE TABLE numbers (number INTEGER)")
+    database.executemany("INSERT INTO numbers VALUES (?)", ((i,) for i in range(24)))
+    return database
+
+
+def test_interrupt_while_a_batch_is_read(strategy):
+    """The batches before it are trained on, as in Keras."""
+    ours, theirs = twins(strategy, compiled())
+    for model in (ours, theirs):
+        with pytest.raises(KeyboardInterrupt):
+            model.fit(Interrupting(database_of_24()), shuffle=False, verbose=0)
+    same_state(ours, theirs)
+
+
+def test_stop_within_an_epoch_loses_no_batch(strategy):
+    """Nothing is read ahead of a small batch, so a generator goes on where the training stopped."""
+    stop = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda i, logs: i == 1 and setattr(model, "stop_training", True)
+    )
+    model, rows = under(strategy, compiled()), Selected(database_of_24())
+    batches = iter(range(6))
+    generator = (rows[i] for i in batches)
+    model.fit(generator, steps_per_epoch=6, shuffle=False, verbose=0, callbacks=[stop])
+    assert next(batches) == 2
+
+
+def test_number_of_steps_per_execution_is_a_number(strategy):
+    """Phalanx has no measurement that finds one."""
+    model = under(strategy, compiled(steps_per_execution="auto"))
+    with pytest.raises(InvalidArgumentError, match="steps_per_execution='auto'(.|\n)*HINT: steps_per_execution=16"):
+        model.fit(X, Y, verbose=0)
 
 
 def test_no_program_anew_for_each_epoch(strategy):
@@ -205,8 +247,9 @@ class Rows:
         ([(X[:4], Y[:4]), (X[:3], Y[:3])], {}),
         (lambda: iter([(X[:4], Y[:4])] * 3), {}),
         (Rows(), {"batch_size": 4}),
+        (map(lambda i: (X[i : i + 4], Y[i : i + 4]), (0, 4)), {}),
     ],
-    ids=["list of batches", "function", "rows"],
+    ids=["list of batches", "function", "rows", "iterator"],
 )
 def test_data_that_must_be_distributed_first(strategy, data, options):
     """The hint is what trains."""

@@ -39,6 +39,20 @@ def test_shapes_that_depend_on_values(strategy, step):
     assert [float(k) for k in kept.values] == [0, 1]
 
 
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [((np.ones(8),), "Invalid input shape"), ((np.ones((2, 4)),) * 4, "Data is expected to be in format")],
+)
+def test_errors_of_keras_about_its_inputs_stay(strategy, batch, message):
+    """They name the arrays of the trace, but are about what the user passes."""
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match=message) as caught:
+        model.predict((x for x in [batch] * 2), verbose=0)
+    assert not isinstance(caught.value, TraceError)
+
+
 def test_numpy_of_a_traced_value(strategy):
     """As in every tutorial of tf.distribute."""
     with pytest.raises(TraceError, match=r"by `.numpy\(\)`.*\nHINT: return the array from the step, and call float"):

@@ -59,6 +59,20 @@ def test_scopes_of_one_strategy_nest(strategy):
     assert not phalanx.has_strategy()
 
 
+def test_scope_of_a_generator_ends_after_that_of_its_caller(strategy):
+    """A generator that waits inside a scope leaves it when it is closed, wherever it has begun."""
+
+    def numbers():
+        with strategy.scope():
+            yield from range(3)
+
+    with strategy.scope():
+        waiting = numbers()
+        next(waiting)
+    waiting.close()
+    assert context.depth() == 0
+
+
 def test_scope_is_left_after_an_error(strategy):
     """Also one inside `run`."""
     with pytest.raises(KeyError), strategy.scope():

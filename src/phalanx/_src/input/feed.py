@@ -193,12 +193,12 @@ class ReadAhead(AbstractBatches):
     """
 
     def __init__(self, feed: Feed, place: Place, ahead: int, facts: Facts, *, waits: bool) -> None:
-        self._feed, self._place, self._ahead = feed, place, ahead
+        self._feed, self._place, self._ahead, self._is_begun = feed, place, ahead, facts.is_begun
         # Handing a small batch from thread to thread takes longer than reading it. None: the first batch shows how large they are.
         self._if_large = True if waits else None
         # The caller's code, which may write to arrays of the caller, runs between two requests, so they are read during a request.
         is_of_caller = facts.is_in_memory or facts.owner is Owner.CALLER
-        self._in_thread = False if is_of_caller else self._if_large if facts.is_begun else True
+        self._in_thread = False if is_of_caller else self._if_large if self._is_begun else True
         self._form: Form | None = None
         self._readings: AbstractReadings[Batch] | None = None
 
@@ -214,11 +214,11 @@ class ReadAhead(AbstractBatches):
             first = None
             if self._in_thread is None:
                 first = read()
-                self._in_thread = bool(
-                    self._ahead and first and sum(bytes_on_host(s.piece) for s in first.steps) >= _LARGE_BYTES
-                )
+                self._in_thread = first is not None and bytes_on_host(first.steps[0].piece) >= _LARGE_BYTES
                 batches = batches and batches - 1
-            self._readings = readings(read, self._ahead, in_thread=self._in_thread, most=batches)
+            # Between two requests, the caller's code may change what the data yield next, or end the loop.
+            ahead = 0 if self._is_begun and not self._in_thread else self._ahead
+            self._readings = readings(read, ahead, in_thread=self._in_thread, most=batches)
             if first is not None:
                 return first
         return self._readings.get(batches)

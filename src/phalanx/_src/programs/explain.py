@@ -50,6 +50,8 @@ _OF_OPTIMIZERS = {
 """Methods that Keras 3 lacks, and what to write instead."""
 
 _OF_TRACERS = re.compile(r"Tracer\(|Traced<|concrete values")
+_OF_INPUTS = re.compile(r"Invalid input shape for|Data is expected to be in format")
+"""In Keras errors about the inputs of a model, which name them."""
 _CALL = re.compile(r"[A-Za-z_][\w.]*(?=\()")
 
 
@@ -135,8 +137,13 @@ def _explanation(error: Exception, *, prints: bool) -> TraceError | None:
             "XLA has no such product for CPUs.",
             'dtype="bfloat16", or keras.mixed_precision.set_global_policy("mixed_bfloat16")',
         )
-    # JAX raises plain Python errors for these, and only the text names the tracer.
-    if isinstance(error, (TypeError, IndexError, ValueError)) and _OF_TRACERS.search(str(error)):
+    # JAX raises plain Python errors for these, and only the text names the tracer. Keras adds the arguments of a layer.
+    text = str(error).partition("Arguments received by")[0]
+    if (
+        isinstance(error, (TypeError, IndexError, ValueError))
+        and _OF_TRACERS.search(text)
+        and not _OF_INPUTS.search(text)
+    ):
         return TraceError(
             f"a shape, or the bound of a slice, that depends on the values of an array in a traced function{at}",
             "all shapes in a compiled program are static: they follow from the shapes of its arguments.",

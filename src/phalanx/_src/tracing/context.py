@@ -344,12 +344,14 @@ def averaging() -> Iterator[None]:
 @contextmanager
 def enter(mode: Mode) -> Iterator[None]:
     """Makes `mode` the innermost mode inside the block."""
-    before = _stack.get()
     try:
-        _stack.set((*before, mode))
+        _stack.set((*_stack.get(), mode))
         yield
     finally:
-        _stack.set(before)
+        # A generator that waits inside of such a block ends it later than the block in which it has begun.
+        stack = _stack.get()
+        last = max((i for i, each in enumerate(stack) if each is mode), default=len(stack))
+        _stack.set(stack[:last] + stack[last + 1 :])
 
 
 def get_strategy() -> AbstractStrategy:
