@@ -441,7 +441,7 @@ FAULTS = [
     Fault(
         "workers read arrays of different lengths in a loop",
         "distributed:DistributedDataset.__iter__",
-        "self._require_same()",
+        "self.require_same()",
         "pass",
         "cluster/test_multi_worker.py",
     ),

@@ -70,7 +70,7 @@ class DistributedDataset:
 
     def __iter__(self) -> "DistributedIterator":
         require_outside_programs("iter(dataset)")
-        self._require_same()
+        self.require_same()
         plan = self._plan
         iterator, self._untouched = self._untouched, None
         return iterator or DistributedIterator(plan, self.topology, self._options, steps=self._steps)
@@ -160,8 +160,16 @@ class DistributedDataset:
         if self._untouched is None:
             self.order.begin_epoch()
 
-    def _require_same(self) -> None:
-        """Checks that all workers have the same data, as far as that is known before reading. All must call it.
+    def _look(self) -> "DistributedIterator":
+        """Returns the iterator that `iter` will return next."""
+        self.begin_epoch()
+        self._untouched = iter(self)
+        return self._untouched
+
+    def require_same(self) -> None:
+        """Checks that all workers have the same data, as far as that is known before reading. `iter(dataset)` calls it.
+
+        A collective call: all workers must make it. May be called in cross-replica context or outside all scopes.
 
         Raises:
           InputError: the workers have different numbers of rows or batches.
@@ -170,12 +178,6 @@ class DistributedDataset:
         if self._compared is not plan and not plan.agreed and worker_of(self.topology).count > 1:
             require_same_data(plan.source.facts, self.topology.exchange)
         self._compared = plan
-
-    def _look(self) -> "DistributedIterator":
-        """Returns the iterator that `iter` will return next."""
-        self.begin_epoch()
-        self._untouched = iter(self)
-        return self._untouched
 
     def require_position(self, state: State) -> None:
         """Checks that a position belongs to this dataset, as far as that is known before reading. May be called in any context.
