@@ -1,5 +1,6 @@
 """Scopes, contexts, and the error for each verb in the wrong one."""
 
+import contextvars
 import copy
 import pickle
 import threading
@@ -59,8 +60,9 @@ def test_scopes_of_one_strategy_nest(strategy):
     assert not phalanx.has_strategy()
 
 
-def test_scope_of_a_generator_ends_after_that_of_its_caller(strategy):
-    """A generator that waits inside a scope leaves it when it is closed, wherever it has begun."""
+@pytest.mark.parametrize("leave", [lambda close: close(), contextvars.copy_context().run], ids=["here", "elsewhere"])
+def test_scope_of_a_generator_ends_after_that_of_its_caller(strategy, leave):
+    """A generator that waits inside a scope may leave it later, and in another thread."""
 
     def numbers():
         with strategy.scope():
@@ -69,7 +71,8 @@ def test_scope_of_a_generator_ends_after_that_of_its_caller(strategy):
     with strategy.scope():
         waiting = numbers()
         next(waiting)
-    waiting.close()
+    assert context.depth() == 0
+    leave(waiting.close)
     assert context.depth() == 0
 
 

@@ -348,10 +348,11 @@ def enter(mode: Mode) -> Iterator[None]:
         _stack.set((*_stack.get(), mode))
         yield
     finally:
-        # A generator that waits inside of such a block ends it later than the block in which it has begun.
+        # With what was entered inside and is not left yet. A generator that waits there leaves it later, perhaps in another thread.
         stack = _stack.get()
-        last = max((i for i, each in enumerate(stack) if each is mode), default=len(stack))
-        _stack.set(stack[:last] + stack[last + 1 :])
+        entered = [i for i, each in enumerate(stack) if each is mode]
+        if entered:
+            _stack.set(stack[: entered[-1]])
 
 
 def get_strategy() -> AbstractStrategy:
