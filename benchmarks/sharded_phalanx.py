@@ -4,11 +4,10 @@
 from typing import Any
 
 import jax
-import keras
 
 import phalanx
 from benchmarks import sharded
-from benchmarks.models import LEARNING_RATE
+from benchmarks.with_phalanx import train_step_and_variables
 
 LAYOUTS = {
     None: None,
@@ -27,33 +26,20 @@ class PhalanxSharded:
 
     def __init__(self, strategy: phalanx.Strategy) -> None:
         self._strategy = strategy
-        with self._strategy.scope():
-            model = sharded.model()
-            optimizer = keras.optimizers.Adam(LEARNING_RATE)
-            optimizer.build(model.trainable_variables)
-            losses = keras.losses.SparseCategoricalCrossentropy(from_logits=True, reduction="none")
-        self._variables = [*model.variables, *optimizer.variables]
-
-        def step(batch: Any) -> Any:
-            x, y = batch
-            with phalanx.GradientTape() as tape:
-                loss = phalanx.nn.compute_average_loss(losses(y, model(x, training=True)))
-            grads = tape.gradient(loss, model.trainable_variables)
-            optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
-            return loss
-
-        self._step = step
+        self._step, self._variables = train_step_and_variables(strategy, sharded.model)
         (self._batch,) = self._strategy.experimental_distribute_dataset([sharded.batch()])
 
     def __call__(self) -> jax.Array:
         """Does one step and returns the replicas' losses."""
-        losses = self._strategy.run(self._step, args=(self._batch,))
+        losses = self._losses()
         return losses.data if isinstance(losses, phalanx.PerReplica) else losses
 
     def loss(self) -> float:
         """Does one step and returns the loss as a number."""
-        losses = self._strategy.run(self._step, args=(self._batch,))
-        return float(self._strategy.reduce("SUM", losses, axis=None))
+        return float(self._strategy.reduce("SUM", self._losses(), axis=None))
+
+    def _losses(self) -> Any:
+        return self._strategy.run(self._step, args=(self._batch,))
 
     def bytes_of_a_device(self) -> int:
         """Returns what one device holds of weights and slots."""

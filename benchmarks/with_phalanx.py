@@ -20,6 +20,13 @@ def train_step(strategy: phalanx.Strategy, model_of: Callable[[], Any]) -> Calla
       strategy: the strategy.
       model_of: makes the model, which returns logits.
     """
+    return train_step_and_variables(strategy, model_of)[0]
+
+
+def train_step_and_variables(
+    strategy: phalanx.Strategy, model_of: Callable[[], Any]
+) -> tuple[Callable[[Any], Any], list[keras.Variable]]:
+    """Returns what `train_step` returns, and the variables of the model and of its optimizer."""
     with strategy.scope():
         model = model_of()
         optimizer = keras.optimizers.Adam(LEARNING_RATE)
@@ -34,7 +41,7 @@ def train_step(strategy: phalanx.Strategy, model_of: Callable[[], Any]) -> Calla
         optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
         return loss
 
-    return step
+    return step, [*model.variables, *optimizer.variables]
 
 
 class WithPhalanx:

@@ -433,9 +433,9 @@ FAULTS = [
     ),
     Fault(
         "a replica without rows returns what it computes of the number of rows",
-        "stages:StagedTrace.depends_on",
-        "_differ(eqn, like) or",
-        "False or",
+        "own_rows:DividedProgram.__init__",
+        "depends[i] or differ[i]",
+        "depends[i]",
         "unit/programs/test_own_rows.py",
     ),
     Fault(

@@ -38,9 +38,9 @@ class Rows(AbstractReader):
     ],
 )
 def test_who_reads_ahead(in_memory, is_begun, waits, is_alone, width, threads):
-    """A thread. What the consumer's thread has begun, that thread reads, too, if batches are small.
+    """A thread. The consumer's thread reads on what it has begun, if batches are small.
 
-    Arrays in memory are read by the consumer, unless nobody writes to them meanwhile and the thread helps.
+    It also reads arrays in memory, unless nobody writes to them meanwhile and the thread helps.
     """
     rows = np.repeat(np.arange(8)[:, None], width, axis=1)
     owner = Owner.CALLER if in_memory else Owner.UNTIL_READ

@@ -139,7 +139,7 @@ def test_interrupt_while_a_batch_is_read(strategy):
 
 
 def test_stop_within_an_epoch_loses_no_batch(strategy):
-    """Nothing is read ahead of a small batch, so a generator goes on where the training stopped."""
+    """`fit` reads nothing ahead of a small batch, so a generator continues where training stopped."""
     stop = keras.callbacks.LambdaCallback(
         on_train_batch_end=lambda i, logs: i == 1 and setattr(model, "stop_training", True)
     )

@@ -229,9 +229,9 @@ class DividedProgram:
 
     Args:
       discoveries: the traces of the shares.
-      shares: the shares. Those that no replica has are only compared. Empty if there is one trace for all replicas.
+      shares: the shares that replicas have.
       inputs: the shapes of the inputs, one per share.
-      may_be_empty: whether a replica has no rows. What it computes of its padding, or only of its shape, is not returned.
+      differ: for each result, whether it depends on the number of rows alone. Empty if each replica has rows.
 
     Attributes:
       outputs: the shapes of what a replica returns, with room for the largest share.
@@ -245,27 +245,25 @@ class DividedProgram:
         discoveries: Sequence[Discovery],
         shares: Sequence[RowShare],
         inputs: Sequence[Inputs],
-        *,
-        may_be_empty: bool,
+        differ: Sequence[bool],
     ) -> None:
         leaves = jax.tree.leaves(discoveries[0].outputs)
         self._tree = cast(Any, jax.tree.structure(discoveries[0].outputs))
-        used = [i for i, share in enumerate(shares) if share.replicas] or [0]
-        traces = [_traced(discoveries[i], inputs[i]) for i in used]
+        traces = [_traced(*each) for each in zip(discoveries, inputs, strict=True)]
         self._stages = Stages(traces)
+        # What a replica without rows computes of its padding, or of the shape of that, which it does not return.
         self._of_padding: list[int] = []
-        if may_be_empty:
+        if differ:
             values, sharded, whole = (jax.tree.leaves(each) for each in inputs[0])
             of_rows = [size is not None for size, _ in zip(shares[0].sizes, sharded, strict=False)]
-            other = traces[1] if len(traces) > 1 else _traced(discoveries[1], inputs[1])
-            depends = traces[0].depends_on([*(False for _ in values), *of_rows, *(False for _ in whole)], other)
+            depends = traces[0].depends_on([*(False for _ in values), *of_rows, *(False for _ in whole)])
             results = jax.tree.leaves(discoveries[0].outputs.results)
-            self._of_padding = [i for i, _ in enumerate(results) if depends[i]]
-        columns = zip(*(jax.tree.leaves(discoveries[i].outputs) for i in used), strict=True)
+            self._of_padding = [i for i, _ in enumerate(results) if depends[i] or differ[i]]
+        columns = zip(*(jax.tree.leaves(each.outputs) for each in discoveries), strict=True)
         sizes = (tuple(map(max, zip(*(x.shape for x in each), strict=True))) for each in columns)
         self.outputs = self._tree.unflatten([shape_dtype(size, x.dtype) for size, x in zip(sizes, leaves, strict=True)])
         share_of = {replica: i for i, share in enumerate(shares) for replica in share.replicas}
-        self._share_of = [share_of[replica] for replica in sorted(share_of)] if len(used) > 1 else []
+        self._share_of = [share_of[replica] for replica in sorted(share_of)] if len(shares) > 1 else []
 
     def run(self, inputs: Inputs, rows: PyTree, observers: Sequence[Observer]) -> PyTree:
         """Returns the outputs of the replica, with room for those of the largest share.

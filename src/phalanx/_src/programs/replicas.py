@@ -228,12 +228,14 @@ class _Run:
         Raises:
           IndivisibleError: the traces do not exchange the same.
         """
-        shares, has_empty = self._call.shares, any(self._call.is_empty)
-        used = [each for each, share in zip(traces, shares, strict=True) if share.replicas]
+        used = [share for share in self._call.shares if share.replicas]
+        is_any_empty = any(self._call.is_empty)
+        differ = equality.differing_results(traces[0].jaxpr, traces[1].jaxpr) if is_any_empty else []
+        traces = [each for each, share in zip(traces, self._call.shares, strict=True) if share.replicas]
         variables = traces[0].variables
-        if any(list(map(id, each.variables)) != list(map(id, variables)) for each in used):
+        if any(list(map(id, each.variables)) != list(map(id, variables)) for each in traces):
             raise IndivisibleError("other variables")
-        if any(each.outputs.nest != traces[0].outputs.nest for each in used):
+        if any(each.outputs.nest != traces[0].outputs.nest for each in traces):
             raise IndivisibleError("another structure of what the function returns")
         values = [shape_dtype(tuple(v.shape), dtype_of(v)) for v in variables]
         topology = self._strategy.topology
@@ -244,13 +246,13 @@ class _Run:
         def body(values: PyTree, sharded: PyTree, whole: PyTree) -> PyTree:
             values = [gathering.later(topology, *each) for each in zip(values, dims, strict=True)]
             inputs = [own_rows.Inputs(values, _first(each), whole) for each in sharded]
-            made.append(own_rows.DividedProgram(traces, shares, inputs, may_be_empty=has_empty))
+            made.append(own_rows.DividedProgram(traces, used, inputs, differ))
             return jnp.zeros((1,))
 
         jax.eval_shape(
             self._shard_map(body, (_specs_of_values(traces[0], dims), True, False), _along(0)),
             values,
-            [share.shapes(sharded) for share in shares],
+            [share.shapes(sharded) for share in used],
             whole,
         )
         return made[0]
@@ -267,7 +269,7 @@ class _Run:
         inputs = own_rows.Inputs(state, sharded, whole)
         # One trace, divided only so that the observers see where the replica's own part ends.
         if plan is None and seeing:
-            plan = own_rows.DividedProgram([discovery], [], [inputs], may_be_empty=False)
+            plan = own_rows.DividedProgram([discovery], [], [inputs], [])
         outputs: _ReplicaOutputs = (
             gathering.run(discovery, state, sharded, whole)
             if plan is None

@@ -8,17 +8,14 @@ exchanges has equal shapes on all replicas.
           └─ part 0 for 3 rows ─┘             └─ part 1 for 3 rows ─┘
 """
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.extend import core as jex
-from jax.typing import ArrayLike
 
 from phalanx._src.collectives.primitives import communicates
 from phalanx._src.typed_jax import shape_dtype
@@ -27,9 +24,6 @@ from phalanx.typing import PyTree
 
 _CALLS = ("jit", "pjit", "closed_call", "core_call", "checkpoint", "remat2", "custom_jvp_call", "custom_vjp_call")
 """Operations that do nothing but evaluate a trace inside them."""
-
-_FEW = 64
-"""Constants of at most so many numbers are compared."""
 
 _Column = tuple[Any, ...]
 """What stands for one value in each trace: a variable or a literal. None in a trace that has no such value."""
@@ -78,22 +72,17 @@ class StagedTrace:
         exchanged = [v for eqn in self.stages[number].exchanges for v in eqn.invars]
         return exchanged if number < len(self.stages) - 1 else list(self.jaxpr.outvars)
 
-    def depends_on(self, inputs: Sequence[bool], other: "StagedTrace") -> list[bool]:
-        """Returns which results depend on some of the inputs, or on the number of rows, in another way than by an exchange.
+    def depends_on(self, inputs: Sequence[bool]) -> list[bool]:
+        """Returns which results depend on some of the inputs in another way than by an exchange.
 
         Args:
           inputs: for each input, whether it is one of these.
-          other: the trace for another number of rows.
         """
         reached = {v for v, is_one in zip(self.jaxpr.invars, inputs, strict=True) if is_one}
-        pairs = zip(self.jaxpr.constvars, self.consts, other.consts, strict=False)
-        reached.update(v for v, const, like in pairs if _differ_as_consts(const, like))
-        likes = other.jaxpr.eqns if len(other.jaxpr.eqns) == len(self.jaxpr.eqns) else self.jaxpr.eqns
-        for eqn, like in zip(self.jaxpr.eqns, likes, strict=True):
-            if not communicates(eqn) and (_differ(eqn, like) or any(v in reached for v in _read(eqn))):
+        for eqn in self.jaxpr.eqns:
+            if not communicates(eqn) and any(v in reached for v in _read(eqn)):
                 reached.update(eqn.outvars)
-        columns = zip(self.jaxpr.outvars, other.jaxpr.outvars, strict=True)
-        return [_differ_as_atoms(v, like) or (isinstance(v, jex.Var) and v in reached) for v, like in columns]
+        return [isinstance(v, jex.Var) and v in reached for v in self.jaxpr.outvars]
 
     def carried(self, number: int) -> list[jex.Var]:
         """Returns the values that a part computes and a later part reads."""
@@ -415,28 +404,6 @@ def consts_of(eqn: jex.JaxprEqn) -> Sequence[Any]:
 
 def _read(eqn: jex.JaxprEqn) -> Iterator[jex.Var]:
     return (v for v in eqn.invars if isinstance(v, jex.Var))
-
-
-def _differ(eqn: jex.JaxprEqn, other: jex.JaxprEqn) -> bool:
-    """Whether an equation differs from that of another trace in its operation, in its shapes or in its numbers."""
-    of_eqns = [*eqn.invars, *eqn.outvars], [*other.invars, *other.outvars]
-    return eqn.primitive is not other.primitive or any(map(_differ_as_atoms, *of_eqns))
-
-
-def _differ_as_atoms(atom: PyTree, other: PyTree) -> bool:
-    """Whether a literal or variable of a trace differs from that of another trace in its shape, or in the number that it is."""
-    is_literal = isinstance(atom, jex.Literal)
-    if atom.aval.shape != other.aval.shape or is_literal is not isinstance(other, jex.Literal):
-        return True
-    return is_literal and _differ_as_consts(atom.val, other.val)
-
-
-def _differ_as_consts(const: ArrayLike, other: ArrayLike) -> bool:
-    """Whether a constant of a trace differs from that of another trace. Of large ones, only the shapes are compared."""
-    if const is other:
-        return False
-    shape = np.shape(const)
-    return shape != np.shape(other) or (math.prod(shape) <= _FEW and not np.array_equal(const, other))
 
 
 def _columns(rows: Iterable[Sequence[Any]]) -> list[_Column]:

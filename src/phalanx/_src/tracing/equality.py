@@ -63,26 +63,38 @@ def differing(traces: Sequence[jex.ClosedJaxpr]) -> set[str]:
     Args:
       traces: the traces of replicas that have different numbers of rows.
     """
-    marks = [_marks(closed) for closed in traces]
+    marks = [_computed(closed)[0] for closed in traces]
     pairs = itertools.pairwise(marks)
     return {name for one, other in pairs for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
 
 
-def _marks(closed: jex.ClosedJaxpr) -> dict[str, list[object]]:
-    """Returns, for each description, what computes each of the values that are assigned."""
+def differing_results(one: jex.ClosedJaxpr, other: jex.ClosedJaxpr) -> list[bool]:
+    """Returns for each result of a trace whether another one, for another number of rows, computes it in another way.
+
+    The rows themselves are no such difference, nor is what the replicas exchange.
+    """
+    return [own != others for own, others in zip(_computed(one)[1], _computed(other)[1], strict=True)]
+
+
+def _computed(closed: jex.ClosedJaxpr) -> tuple[dict[str, list[object]], list[object]]:
+    """Returns, for each description, what computes each of the values that are assigned; and what computes each result."""
     assigned: dict[str, list[object]] = {}
     jaxpr, exchanges = closed.jaxpr, itertools.count()
     keys: dict[object, object] = dict(zip(jaxpr.invars, itertools.count(), strict=False))
     keys.update(zip(jaxpr.constvars, map(_literal, closed.consts), strict=True))
+
+    def key(atom: PyTree) -> object:
+        return _literal(atom.val) if isinstance(atom, jex.Literal) else keys[atom]
+
     for eqn in jaxpr.eqns:
         name = eqn.primitive.name
-        ins = [_literal(x.val) if isinstance(x, jex.Literal) else keys[x] for x in eqn.invars]
+        ins = list(map(key, eqn.invars))
         if name == "name" and eqn.params["name"].startswith(_MARK):
             assigned.setdefault(eqn.params["name"].removeprefix(_MARK), []).append(ins[0])
         # All replicas take part in the same exchanges, and what depends on their results is equal if it is so in each trace.
         of_all = (next(exchanges),) if communicates(eqn) else (name, _text(eqn.params), *ins)
         keys.update((v, hash((of_all, i))) for i, v in enumerate(eqn.outvars))
-    return assigned
+    return assigned, list(map(key, jaxpr.outvars))
 
 
 def _literal(value: Any) -> object:
