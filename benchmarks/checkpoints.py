@@ -41,6 +41,7 @@ _TORCH = (
 )
 _SHARDED = (
     ("save blocks for", 2, "save", "blocks", "Orbax save_async"),
+    ("save and the next step", 2, "save", "next", "Orbax save_async and the next step"),
     ("whole save, with fsync", 2, "save", "whole", "Orbax save_async, to the end"),
     ("restore", 2, "load", "whole", "Orbax load"),
     ("restore in 1 process", 1, "load", "whole", "Orbax load in 1 process"),

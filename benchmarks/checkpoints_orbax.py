@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """In each process of a group, without Phalanx: Orbax saves and loads sharded arrays, with OCDBT and without compression."""
 
+import functools
 import json
 import os
 import time
@@ -34,14 +35,25 @@ def prepare() -> list[int]:
 
 def save(path: str) -> dict[str, float]:
     """Saves as a path that does not exist yet."""
+    _step()
     with _options():
-        return measured(lambda: ocp.save_async(path, _arrays), lambda response: response.result())
+        return measured(lambda: ocp.save_async(path, _arrays), lambda response: response.result(), _step)
 
 
 def load(path: str) -> dict[str, float]:
     """Loads arrays with the shardings of those that are here."""
     with _options():
         return measured(lambda: ocp.load(path, _arrays), jax.block_until_ready)
+
+
+def _step() -> None:
+    _arrays[:] = jax.block_until_ready(scaled(_arrays))
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def scaled(arrays: list[jax.Array]) -> list[jax.Array]:
+    """Computes new values in the memory of the old ones, as a training step does."""
+    return [array * np.float32(0.999) for array in arrays]
 
 
 def _options() -> ocp.Context:
@@ -57,14 +69,25 @@ def bytes_of(arrays: list[jax.Array]) -> list[int]:
     return [here, sum(array.nbytes for array in arrays)]
 
 
-def measured(begin: Callable[[], Any], finish: Callable[[Any], object]) -> dict[str, float]:
-    """Returns the seconds until a call returns and until its work has ended, and the peak of resident memory in GB."""
+def measured(
+    begin: Callable[[], Any], finish: Callable[[Any], object], step: Callable[[], object] = lambda: None
+) -> dict[str, float]:
+    """Returns seconds, and the peak of resident memory in GB.
+
+    Args:
+      begin: begins the work: `blocks` are the seconds until it returns.
+      finish: waits for the end of the work, given what `begin` returned: `whole` are the seconds until then.
+      step: called after `begin`: `next` are the seconds until then.
+    """
     Path("/proc/self/clear_refs").write_text("5")  # Resets the peak that `VmHWM` shows: proc(5).
     start = time.perf_counter()
     begun = begin()
     blocks = time.perf_counter() - start
+    step()
+    next_step = time.perf_counter() - start
     finish(begun)
-    return {"blocks": blocks, "whole": time.perf_counter() - start, "peak": _resident("VmHWM")}
+    whole = time.perf_counter() - start
+    return {"blocks": blocks, "next": next_step, "whole": whole, "peak": _resident("VmHWM")}
 
 
 def _resident(name: str) -> float:

@@ -22,14 +22,16 @@ def prepare(folder: str) -> list[int]:
         model = keras.Sequential([keras.Input((WIDTH,)), *dense])
         model.compile("adam", "mse")
         model.optimizer.build(model.trainable_variables)
-    _held["model"], _held["manager"] = model, CheckpointManager(Checkpoint(model=model), folder, max_to_keep=1)
+    _held["strategy"], _held["model"] = strategy, model
+    _held["manager"] = CheckpointManager(Checkpoint(model=model), folder, max_to_keep=1)
     return bytes_of(_arrays())
 
 
 def save(path: str) -> dict[str, float]:
     """Saves as the next checkpoint, which is the path, and deletes the one before."""
+    _step()  # Afterwards, no array is one that was restored.
     manager = _held["manager"]
-    return measured(manager.save, lambda _: manager.sync())
+    return measured(manager.save, lambda _: manager.sync(), _step)
 
 
 def load(path: str) -> dict[str, float]:
@@ -38,6 +40,22 @@ def load(path: str) -> dict[str, float]:
     return measured(lambda: checkpoint.restore(path), lambda _: jax.block_until_ready(_arrays()))
 
 
+@phalanx.function
+def _scale() -> None:
+    for variable in _variables():
+        if variable.shape:  # Not the counters.
+            variable.assign(variable * 0.999)
+
+
+def _step() -> None:
+    with _held["strategy"].scope():
+        _scale()
+    jax.block_until_ready(_arrays())
+
+
 def _arrays() -> list[jax.Array]:
-    model = _held["model"]
-    return [variable.value for variable in (*model.variables, *model.optimizer.variables)]
+    return [variable.value for variable in _variables()]
+
+
+def _variables() -> list[keras.Variable]:
+    return [*_held["model"].variables, *_held["model"].optimizer.variables]
