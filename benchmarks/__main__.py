@@ -40,6 +40,7 @@ MODULES = {
     "endurance": "endurance",
     "elastic": "elastic",
     "sharded_elastic": "elastic:run_sharded",
+    "elastic_machines": "elastic_machines",
     "elastic_callbacks": "elastic_callbacks",
     "elastic_data": "elastic_data",
     "elastic_peers": "elastic_peers",
@@ -66,7 +67,7 @@ def main() -> None:
     parser.add_argument(
         "--rounds",
         type=int,
-        help="how many rounds of restarts, elastic and elastic_callbacks (50), elastic_data (36), elastic_peers (3), slow_link, equal_training and unequal (5), elastic_soak (100), kills (200), sharded_kills (60), sharded_checkpoints (7), sharded_elastic (20) and "
+        help="how many rounds of restarts, elastic and elastic_callbacks (50), elastic_data (36), elastic_peers (3), slow_link, elastic_machines, equal_training and unequal (5), elastic_soak (100), kills (200), sharded_kills (60), sharded_checkpoints (7), sharded_elastic (20) and "
         "parameter_server_soak (30), and interrupts per loop (1000)",
     )
     parser.add_argument("--seed", type=int, default=0, help="the number of their first round (default: %(default)s)")
@@ -85,6 +86,7 @@ def main() -> None:
         "sharded_checkpoints": rounds,
         "elastic": drawn,
         "sharded_elastic": drawn,
+        "elastic_machines": drawn,
         "elastic_callbacks": drawn,
         "elastic_data": drawn,
         "elastic_peers": drawn,

@@ -247,7 +247,11 @@ class Job(Training):
         }
         launcher = [sys.executable, "-m", "phalanx", "run", "--workers", workers, *options]
         script = ["-m", module, how, str(epochs)]
-        super().__init__([*launcher, *script], int(workers.rpartition(":")[2]), environment, popen)
+        super().__init__(self.command([*launcher, *script]), int(workers.rpartition(":")[2]), environment, popen)
+
+    def command(self, launcher: list[str]) -> list[str]:
+        """Returns the command of the whole training, given that of a launcher."""
+        return launcher
 
     def hurry(self) -> None:
         """Ends the pauses of the processes."""
@@ -347,8 +351,12 @@ def difference_from_undisturbed(job: Job, how: str, epochs: int, *, widths: Sequ
     disturbed = job.result()
     with Job(how, "1", epochs, widths=widths) as alone:
         alone.wait(3600)
-        expected = alone.result()
-    return max(_difference(x, y) for x, y in zip(disturbed[:-1], expected[:-1], strict=True))
+        return largest_difference(disturbed, alone.result())
+
+
+def largest_difference(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> float:
+    """Returns the largest relative difference of the weights in two results of `Job`."""
+    return max(_difference(x, y) for x, y in zip(found[:-1], expected[:-1], strict=True))
 
 
 def _difference(found: np.ndarray, expected: np.ndarray) -> float:

@@ -63,19 +63,20 @@ def virtual_topology(mesh_shape: Sequence[int]) -> device_assignment.TPUTopology
 
 @final
 class VirtualNetwork:
-    """Two machines on this one with a cable between them, to try a cluster on a slow network. A context manager.
+    """Machines on this one with cables to one switch, to try a cluster on a slow network. A context manager.
 
     Each is a Linux network namespace with its own address. The processes of a machine run in it, and everything else (files,
     cores, memory) they share. May be used in any context.
 
     Args:
-      megabits_per_second: the rate of the cable in each direction. None for no limit.
+      megabits_per_second: the rate of each cable in each direction. None for no limit.
+      machines: the number of machines, from 2 to 99.
 
     Attributes:
       addresses: the addresses of the machines.
 
     Raises:
-      InvalidArgumentError: `megabits_per_second` is not a number above 0.
+      InvalidArgumentError: `megabits_per_second` is not a number above 0, or `machines` is no such number.
       StartupError: this machine cannot make namespaces.
 
     Example:
@@ -85,34 +86,41 @@ class VirtualNetwork:
       'train.py'
     """
 
-    addresses = ("192.0.2.1", "192.0.2.2")  # For documentation (RFC 5737), so no other machine has them.
+    # For documentation (RFC 5737), so no other machine has them.
+    addresses: tuple[str, ...] = ("192.0.2.1", "192.0.2.2")
 
-    def __init__(self, megabits_per_second: float | None = None) -> None:
+    def __init__(self, megabits_per_second: float | None = None, machines: int = 2) -> None:
         rate = megabits_per_second
         is_number = isinstance(rate, numbers.Real) and not isinstance(rate, bool)
         if rate is not None and not (is_number and 0 < rate < math.inf):
             raise InvalidArgumentError(
                 f"megabits_per_second={shown(rate)}", "must be a number above 0, or None.", "megabits_per_second=100"
             )
+        arguments.integer("machines", machines, least=2, most=99, kind="an integer from 2 to 99")
         self._rate = rate
-        # Each machine has the name of its end of the cable, which has at most 15 characters.
+        self.addresses = tuple(f"192.0.2.{1 + machine}" for machine in range(machines))
+        # Each machine has the name of both ends of its cable, which have at most 15 characters.
         token = secrets.token_hex(3)
-        self._names = [f"phalanx{token}{end}" for end in "ab"]
+        self._switch = f"phalanx{token}s"
+        self._names = [f"phalanx{token}{machine}" for machine in range(machines)]
 
     def __enter__(self) -> Self:
         try:
-            for name in self._names:
-                _call("ip", "netns", "add", name)
-            first, second = self._names
-            # Nothing else deletes the cable: it ends with the namespace of either end.
-            _call("ip", "link", "add", first, "netns", first, "type", "veth", "peer", second, "netns", second)
+            _call("ip", "netns", "add", self._switch)
+            _call("ip", "-n", self._switch, "link", "add", "bridge", "up", "type", "bridge")
             for name, address in zip(self._names, self.addresses, strict=True):
+                _call("ip", "netns", "add", name)
+                # Nothing else deletes the cable: it ends with the namespace of either end.
+                cable = ["link", "add", name, "netns", name, "type", "veth", "peer", name, "netns", self._switch]
+                _call("ip", *cable)
+                _call("ip", "-n", self._switch, "link", "set", name, "master", "bridge", "up")
                 _call("ip", "-n", name, "addr", "add", f"{address}/24", "dev", name)
                 _call("ip", "-n", name, "link", "set", "lo", "up")
                 _call("ip", "-n", name, "link", "set", name, "up")
                 if self._rate is not None:
                     limit = ["rate", f"{self._rate:g}mbit", "burst", _BURST, "latency", "100ms"]
-                    _call("tc", "-n", name, "qdisc", "add", "dev", name, "root", "tbf", *limit)
+                    for end in (name, self._switch):
+                        _call("tc", "-n", end, "qdisc", "add", "dev", name, "root", "tbf", *limit)
         except (OSError, subprocess.CalledProcessError) as e:
             # Python does not call `__exit__` after an error in `__enter__`, and some of it exists already.
             self.__exit__()
@@ -125,7 +133,7 @@ class VirtualNetwork:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for name in self._names:
+        for name in (self._switch, *self._names):
             # A namespace may not have been created, and `ip` may not be installed.
             with suppress(OSError):
                 subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
@@ -134,30 +142,45 @@ class VirtualNetwork:
         """Returns a command that runs another one on a machine.
 
         Args:
-          machine: 0 or 1.
+          machine: the index of the machine.
           command: the other command.
 
         Raises:
-          InvalidArgumentError: `machine` is another number, or `command` is not a list of texts.
+          InvalidArgumentError: there is no such machine, or `command` is not a list of texts.
         """
-        arguments.integer("machine", machine, least=0, most=1, kind="0 or 1")
+        name = self._name(machine)
         if not isinstance(command, (list, tuple)) or not all(isinstance(word, str) for word in command):
             raise InvalidArgumentError(
                 f"command={shown(command)}", "must be a list of texts.", 'command=["python", "train.py"]'
             )
-        return ["ip", "netns", "exec", self._names[machine], *command]
+        return ["ip", "netns", "exec", name, *command]
 
-    def pull_cable(self) -> None:
-        """Disconnects the machines. Their connections stay open, and nothing arrives."""
-        self._switch_cable("down")
+    def pull_cable(self, machine: int = 1) -> None:
+        """Disconnects a machine from all others. Its connections stay open, and nothing arrives.
 
-    def plug_cable(self) -> None:
-        """Reconnects the machines."""
-        self._switch_cable("up")
+        Args:
+          machine: the index of the machine.
 
-    def _switch_cable(self, state: str) -> None:
-        # One end suffices, because nothing gets through a cable with a closed end.
-        _call("ip", "-n", self._names[1], "link", "set", self._names[1], state)
+        Raises:
+          InvalidArgumentError: there is no such machine.
+        """
+        _call("ip", "-n", self._switch, "link", "set", self._name(machine), "down")
+
+    def plug_cable(self, machine: int = 1) -> None:
+        """Reconnects a machine.
+
+        Args:
+          machine: the index of the machine.
+
+        Raises:
+          InvalidArgumentError: there is no such machine.
+        """
+        _call("ip", "-n", self._switch, "link", "set", self._name(machine), "up")
+
+    def _name(self, machine: int) -> str:
+        last = len(self._names) - 1
+        kind = f"an integer from 0 to {last}"
+        return self._names[arguments.integer("machine", machine, least=0, most=last, kind=kind)]
 
 
 def _call(*words: str) -> None:

@@ -199,7 +199,13 @@ def of_clusters():
         ),
         Case(tpu.initialize_tpu_system, {"cluster_resolver": resolver}),
         Case(phalanx.testing.virtual_topology, {"mesh_shape": (2, 2)}),
-        Case(phalanx.testing.VirtualNetwork, {"megabits_per_second": 100}, takes={"megabits_per_second": SECONDS}),
+        Case(
+            phalanx.testing.VirtualNetwork,
+            {"megabits_per_second": 100, "machines": 2},
+            takes={"megabits_per_second": SECONDS},
+        ),
+        Case(phalanx.testing.VirtualNetwork().pull_cable, {"machine": 1}, takes={"machine": {"0"}}),
+        Case(phalanx.testing.VirtualNetwork().plug_cable, {"machine": 1}, takes={"machine": {"0"}}),
         Case(
             phalanx.testing.VirtualNetwork().command,
             {"machine": 1, "command": ["ls"]},

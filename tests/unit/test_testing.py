@@ -4,9 +4,11 @@
 The virtual network: its machines reach each other, the cable has its rate and can be pulled; what cannot be made is refused.
 """
 
+import itertools
 import os
 import subprocess
 import sys
+from contextlib import ExitStack
 
 import jax
 import jax.numpy as jnp
@@ -28,12 +30,18 @@ with socket.create_server((sys.argv[1], 5000)) as server:
         server.accept()[0].close()
 """
 CONNECTS = """
-import socket, sys
-try:
-    socket.create_connection((sys.argv[1], 5000), timeout=float(sys.argv[2])).close()
-    print("connected")
-except OSError:
-    print("silence")
+import socket, sys, time
+end_s, found = time.monotonic() + float(sys.argv[2]), "silence"
+# An address that did not answer counts as unreachable for a while.
+while found == "silence" and (left_s := end_s - time.monotonic()) > 0:
+    try:
+        socket.create_connection((sys.argv[1], 5000), timeout=left_s).close()
+        found = "connected"
+    except ConnectionRefusedError:
+        found = "refused"
+    except OSError:
+        time.sleep(0.1)
+print(found)
 """
 
 
@@ -217,9 +225,29 @@ def test_machines_are_joined_by_a_cable(network):
         assert server.wait(300) == 0
 
 
+def test_one_of_three_machines_is_disconnected():
+    """The other two reach each other, and not the first one, until its cable is plugged in again."""
+    with ExitStack() as stack:
+        try:
+            network = stack.enter_context(VirtualNetwork(machines=3))
+        except StartupError as e:
+            pytest.skip(f"{e}")
+
+        def connect(sender, receiver, limit_s=100):
+            words = [sys.executable, "-c", CONNECTS, network.addresses[receiver], str(limit_s)]
+            return subprocess.check_output(network.command(sender, words), text=True, timeout=300).strip()
+
+        assert network.addresses == ("192.0.2.1", "192.0.2.2", "192.0.2.3")
+        network.pull_cable(0)
+        assert connect(2, 1) == "refused"
+        assert connect(1, 0, limit_s=1) == connect(0, 2, limit_s=1) == "silence"
+        network.plug_cable(0)
+        assert connect(1, 0) == "refused"
+
+
 def test_both_ends_of_the_cable_have_a_token_bucket(network):
-    for name in network._names:
-        command = ["tc", "-n", name, "qdisc", "show", "dev", name]
+    for end, name in itertools.product((network._switch, None), network._names):
+        command = ["tc", "-n", end or name, "qdisc", "show", "dev", name]
         found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
         assert "tbf" in found
         assert "rate 100Mbit" in found
@@ -241,6 +269,12 @@ def test_machine_without_the_tools(monkeypatch):
     monkeypatch.setenv("PATH", os.devnull)
     with pytest.raises(StartupError, match=r"a VirtualNetwork: this machine cannot make it: .*'ip'"):
         VirtualNetwork().__enter__()
+
+
+@pytest.mark.parametrize("machines", [1, 100, 2.0, "two"])
+def test_numbers_of_machines_that_are_none(machines):
+    with pytest.raises(InvalidArgumentError, match="machines=.*: must be an integer from 2 to 99"):
+        VirtualNetwork(machines=machines)
 
 
 @pytest.mark.parametrize("rate", [0, -1, "fast", True, float("inf"), float("nan")])
