@@ -47,11 +47,11 @@ def load(path: str) -> dict[str, float]:
 
 
 def _step() -> None:
-    _arrays[:] = jax.block_until_ready(scaled(_arrays))
+    _arrays[:] = jax.block_until_ready(_scaled(_arrays))
 
 
 @functools.partial(jax.jit, donate_argnums=0)
-def scaled(arrays: list[jax.Array]) -> list[jax.Array]:
+def _scaled(arrays: list[jax.Array]) -> list[jax.Array]:
     """Computes new values in the memory of the old ones, as a training step does."""
     return [array * np.float32(0.999) for array in arrays]
 

@@ -66,8 +66,7 @@ def run(*, quick: bool, rounds: int = 5, seed: int = 0) -> Report:
     with Job("loop", "1", _EPOCHS, widths=WIDTHS) as alone:
         alone.wait(_END_S)
         expected = alone.result()
-    seconds: dict[tuple[bool, str], list[float]] = {}
-    differs: dict[tuple[bool, str], float] = {}
+    played: dict[tuple[bool, str], list[tuple[float, float]]] = {}
     for _ in range(1 if quick else rounds):
         for event in _EVENTS:
             for is_sharded in SHARDS:
@@ -81,11 +80,10 @@ def run(*, quick: bool, rounds: int = 5, seed: int = 0) -> Report:
                     job.hurry()
                     job.wait(_END_S)
                     difference = largest_difference(job.result(), expected)
-                case = is_sharded, event
-                seconds.setdefault(case, []).append(taken_s)
-                differs[case] = max(difference, differs.get(case, 0.0))
+                played.setdefault((is_sharded, event), []).append((taken_s, difference))
                 print(f"{SHARDS[is_sharded]}, {event}: {taken_s:.2f} s, {difference:.1e}", file=sys.stderr, flush=True)
-    for (is_sharded, event), each in seconds.items():
-        row = [SHARDS[is_sharded], _EVENTS[event], len(each), statistics.median(each), max(each)]
-        report.add([*row, f"{differs[is_sharded, event]:.1e}"], how=f"{row[0]}, {event}", seconds=each)
+    for (is_sharded, event), each in played.items():
+        seconds, differences = zip(*each, strict=True)
+        row = [SHARDS[is_sharded], _EVENTS[event], len(each), statistics.median(seconds), max(seconds)]
+        report.add([*row, f"{max(differences):.1e}"], how=f"{row[0]}, {event}", seconds=seconds)
     return report

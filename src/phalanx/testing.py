@@ -76,7 +76,7 @@ class VirtualNetwork:
       addresses: the addresses of the machines.
 
     Raises:
-      InvalidArgumentError: `megabits_per_second` is not a number above 0, or `machines` is no such number.
+      InvalidArgumentError: `megabits_per_second` is not a number above 0, or `machines` is outside its range.
       StartupError: this machine cannot make namespaces.
 
     Example:
@@ -86,7 +86,7 @@ class VirtualNetwork:
       'train.py'
     """
 
-    # For documentation (RFC 5737), so no other machine has them.
+    # Of two machines. For documentation (RFC 5737), so no other machine has them.
     addresses: tuple[str, ...] = ("192.0.2.1", "192.0.2.2")
 
     def __init__(self, megabits_per_second: float | None = None, machines: int = 2) -> None:
@@ -96,7 +96,7 @@ class VirtualNetwork:
             raise InvalidArgumentError(
                 f"megabits_per_second={shown(rate)}", "must be a number above 0, or None.", "megabits_per_second=100"
             )
-        arguments.integer("machines", machines, least=2, most=99, kind="an integer from 2 to 99")
+        machines = arguments.integer("machines", machines, least=2, most=99, kind="an integer from 2 to 99")
         self._rate = rate
         self.addresses = tuple(f"192.0.2.{1 + machine}" for machine in range(machines))
         # Each machine has the name of both ends of its cable, which have at most 15 characters.
@@ -146,7 +146,7 @@ class VirtualNetwork:
           command: the other command.
 
         Raises:
-          InvalidArgumentError: there is no such machine, or `command` is not a list of texts.
+          InvalidArgumentError: `machine` is not an index of a machine, or `command` is not a list of texts.
         """
         name = self._name(machine)
         if not isinstance(command, (list, tuple)) or not all(isinstance(word, str) for word in command):
@@ -162,9 +162,9 @@ class VirtualNetwork:
           machine: the index of the machine.
 
         Raises:
-          InvalidArgumentError: there is no such machine.
+          InvalidArgumentError: `machine` is not an index of a machine.
         """
-        _call("ip", "-n", self._switch, "link", "set", self._name(machine), "down")
+        self._switch_cable(machine, "down")
 
     def plug_cable(self, machine: int = 1) -> None:
         """Reconnects a machine.
@@ -173,9 +173,12 @@ class VirtualNetwork:
           machine: the index of the machine.
 
         Raises:
-          InvalidArgumentError: there is no such machine.
+          InvalidArgumentError: `machine` is not an index of a machine.
         """
-        _call("ip", "-n", self._switch, "link", "set", self._name(machine), "up")
+        self._switch_cable(machine, "up")
+
+    def _switch_cable(self, machine: int, state: str) -> None:
+        _call("ip", "-n", self._switch, "link", "set", self._name(machine), state)
 
     def _name(self, machine: int) -> str:
         last = len(self._names) - 1

@@ -40,7 +40,7 @@ class Rows(AbstractReader):
 def test_who_reads_ahead(in_memory, is_begun, waits, is_alone, width, threads):
     """A thread. The consumer's thread reads on what it has begun, if batches are small.
 
-    It also reads arrays in memory, unless nobody writes to them meanwhile and the thread helps.
+    It also reads arrays in memory if somebody may write to them meanwhile, or if the thread would not help.
     """
     rows = np.repeat(np.arange(8)[:, None], width, axis=1)
     owner = Owner.CALLER if in_memory else Owner.UNTIL_READ

@@ -243,7 +243,7 @@ class CheckpointFile:
         if metadata.get("format") not in (OLD_FORMAT, _FORMAT):
             raise CheckpointError(
                 f"the checkpoint {_short(self.file)}",
-                f"the file is of the safetensors format, but not written by Phalanx (its metadata is {str(metadata)[:_SHOWN]}).",
+                f"the file is of the safetensors format, but not written by Phalanx (its metadata is {str(metadata or 'empty')[:_SHOWN]}).",
                 "safetensors.numpy.load_file(path), and assign the arrays",
             )
         self.is_old = metadata["format"] == OLD_FORMAT
@@ -326,10 +326,8 @@ class CheckpointFile:
                 raise self._refuse(f"{_short(stored.file)} does not have the piece {name_there}")
             return stored.array(name_there)
 
-        # On the same devices as before, a part is a piece. It needs no second copy.
-        rank = next((rank for rank, piece in division.pieces if piece == box), None)
         try:
-            return division.assemble(box, read) if rank is None else read(rank, box)
+            return division.assemble(box, read)
         except (MemoryError, OverflowError, ValueError) as e:
             raise self._refuse(f"{name}, of the shape {division.shape}, does not fit into the memory") from e
 

@@ -103,8 +103,9 @@ class Holding(NamedTuple):
 
     @property
     def value(self) -> np.ndarray:
-        """The whole value, of which this process has all pieces."""
-        return self.division.assemble(whole_box(self.division.shape), lambda _, box: self.pieces[box])
+        """A copy of the whole value, of which this process has all pieces."""
+        # Of each piece, because a step may consume the value, and another loss needs the pieces.
+        return self.division.assemble(whole_box(self.division.shape), lambda _, box: self.pieces[box].copy())
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,6 @@ def _part_of(kind: Kind, parts: Parts) -> PartOf:
     division = Division(kind.shape, kind.dtype, tuple((0, box) for box in parts))
 
     def part_of(index: Sequence[slice]) -> np.ndarray:
-        box = box_of(index, kind.shape)
-        return parts[box] if box in parts else division.assemble(box, lambda _, place: parts[place])
+        return division.assemble(box_of(index, kind.shape), lambda _, box: parts[box])
 
     return part_of

@@ -71,7 +71,7 @@ def differing(traces: Sequence[jex.ClosedJaxpr]) -> set[str]:
 def differing_results(one: jex.ClosedJaxpr, other: jex.ClosedJaxpr) -> list[bool]:
     """Returns for each result of a trace whether another one, for another number of rows, computes it in another way.
 
-    The rows themselves are no such difference, nor is what the replicas exchange.
+    The rows themselves, and what the replicas exchange, count as equal.
     """
     return [own != others for own, others in zip(_computed(one)[1], _computed(other)[1], strict=True)]
 
