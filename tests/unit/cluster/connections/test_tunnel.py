@@ -96,3 +96,28 @@ def test_far_end_learns_of_the_near_end(server):
         assert far.recv(1) == b""
     tunnel.close()
     wait_until(lambda: not tunnel.is_alive())
+
+
+FEW_DESCRIPTORS = """
+import os, resource, socket, time
+from phalanx._src.cluster.connections import tunnel as module
+
+module._TURN_S = 0.05
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+with socket.create_server(("127.0.0.1", 0)) as server, socket.socket(socket.AF_UNIX) as near:
+    server.settimeout(60)
+    tunnel = module.Tunnel(f"127.0.0.1:{server.getsockname()[1]}")
+    lowest = os.dup(0)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, most))
+    near.connect(tunnel.address.removeprefix("unix:"))
+    time.sleep(0.2)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    near.sendall(b"x")
+    print(server.accept()[0].recv(1))
+"""
+
+
+def test_no_descriptor_is_left(run_python):
+    """A connection waits until there is one."""
+    assert run_python(FEW_DESCRIPTORS) == "b'x'\n"

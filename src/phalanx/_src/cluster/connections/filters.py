@@ -7,7 +7,6 @@ a connection, and needs no privileges. It sees addresses and not users, so it ca
 
 import ctypes
 import ipaddress
-import select
 import socket
 import struct
 import threading
@@ -15,7 +14,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from phalanx._src.cluster.connections.ports import Socket, cut, sockets_of_process
+from phalanx._src.cluster.connections.ports import Socket, cut, sockets_of_process, something_waits
 
 MOST_ADDRESSES = 400
 """The kernel's programs have at most 4,096 instructions, and one address of IPv6 needs nine."""
@@ -114,10 +113,7 @@ def _listens(each: Socket) -> bool:
 
 
 def _waits(each: Socket) -> bool:
-    # Strangers may have opened more files than `select` can look at.
-    poll = select.poll()
-    poll.register(each, select.POLLIN)
-    return _listens(each) and bool(poll.poll(0))
+    return _listens(each) and something_waits(each)
 
 
 def _attach(listener: Socket, hosts: Collection[str]) -> None:

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import secrets
+import select
 import selectors
 import socket
 import struct
@@ -214,7 +215,9 @@ class Listener:
                 connection, _ = self._server.accept()
             except BlockingIOError:
                 return
-            except OSError:  # No file descriptor is left, or the other end has gone already.
+            except OSError:  # No file descriptor is left, even if nobody waits, or the other end has gone already.
+                if not has_arrived(self._server):
+                    return
                 self._make_room()
                 continue
             if len(self._pending) >= self._most:
@@ -449,6 +452,13 @@ def silence_s(connection: socket.socket) -> float:
         info = connection.getsockopt(IPPROTO_TCP, socket.TCP_INFO, _LAST_ANSWER + 4)
         return float(struct.unpack_from("I", info, _LAST_ANSWER)[0]) / 1000
     return 0.0
+
+
+def has_arrived(waiting: socket.socket) -> bool:
+    """Returns whether data or a connection waits at a socket. Needs no file descriptor."""
+    poll = select.poll()
+    poll.register(waiting, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def send(connection: socket.socket, message: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 
 import os
 import resource
+import select
 import shutil
 import socket
 import stat
@@ -101,6 +102,14 @@ def _answers(bound: Socket) -> bool:
         client.settimeout(1.0)
         # Nobody else can be bound to the port, so an answer comes from another process of this user.
         return client.connect_ex((host, port)) == 0
+
+
+def something_waits(waiting: Socket) -> bool:
+    """Returns whether data, or a connection that nobody has accepted, waits at a socket. Needs no file descriptor."""
+    # Strangers may have opened more files than `select` can look at.
+    poll = select.poll()
+    poll.register(waiting, select.POLLIN)
+    return bool(poll.poll(0))
 
 
 def sockets_of_process() -> Iterator[Socket]:

@@ -8,6 +8,7 @@ the service. Behind a tunnel it notices nothing before its heartbeats have faile
 import selectors
 import socket
 import threading
+import time
 from contextlib import suppress
 from typing import final
 
@@ -71,7 +72,11 @@ class Tunnel(threading.Thread):
                         self._forward(*key.data)
 
     def _open(self) -> None:
-        near, _ = self._listener.accept()
+        try:
+            near, _ = self._listener.accept()
+        except OSError:  # No file descriptor is left. It still waits in the next turn.
+            time.sleep(_TURN_S)
+            return
         self._far_ends[near] = None
         self._selector.register(near, selectors.EVENT_READ, (near, None))
         # If nobody is there, the near end stays open all the same.
