@@ -15,6 +15,12 @@ ROWS, WIDTH = 30, 5
 RANDOM = np.random.default_rng(0)
 X = RANDOM.normal(size=(ROWS, WIDTH)).astype("float32")
 Y = RANDOM.integers(0, 3, ROWS)
+WITH_MODEL_AXIS = {
+    "weights": [3, 1],
+    "count": 4,
+    "model_axis": ("model", 2),
+    "layout": phalanx.fully_sharded("model", min_size=1),
+}
 
 
 def strategy_with(weights, count=3, **options):
@@ -62,7 +68,7 @@ def assert_all_close(found, expected):
         np.testing.assert_allclose(ours, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.cover(["steps", "options"], [(3, {"normalized": True})])
+@pytest.mark.cover(["steps", "options"], [(3, {"normalized": True}), (1, {"normalized": True, **WITH_MODEL_AXIS})])
 @pytest.mark.parametrize(
     ("steps", "options"),
     [
@@ -70,13 +76,17 @@ def assert_all_close(found, expected):
         pytest.param(3, {}, id="whole, several steps"),
         pytest.param(3, {"layout": phalanx.fully_sharded(min_size=1)}, id="layout"),
         pytest.param(3, {"normalized": True}, id="normalization, several steps"),
+        pytest.param(1, {"normalized": True, **WITH_MODEL_AXIS}, id="normalization, model axis"),
     ],
 )
 def test_fit_is_that_of_one_device(steps, options):
-    """Also where variables are divided, and where a step communicates in its middle, between parts that differ by the number of rows."""
+    """Also where variables are divided, and where a step communicates in its middle, between parts that differ by the number of rows.
+
+    With a model axis, XLA exchanges in these parts too.
+    """
     options = dict(options)
-    normalized = options.pop("normalized", False)
-    found = results_of(strategy_with([3, 1, 2], **options), normalized, steps_per_execution=steps)
+    normalized, weights = options.pop("normalized", False), options.pop("weights", [3, 1, 2])
+    found = results_of(strategy_with(weights, **options), normalized, steps_per_execution=steps)
     assert_all_close(found, results_of_one_device(normalized))
 
 

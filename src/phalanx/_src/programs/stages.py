@@ -250,8 +250,12 @@ class _Part:
         if self._is_same or branch is None:
             return self._branches[0].run(arrays)
         branches = [lambda each=each: each.run_with_room(arrays, self._shapes) for each in self._branches]
-        results: list[Any] = lax.switch(branch, branches)
-        return results
+        if not jax.sharding.get_abstract_mesh().auto_axes:
+            results: list[Any] = lax.switch(branch, branches)
+            return results
+        # XLA adds exchanges along the other axes of the mesh, in which it lets devices of all replicas take part. In a branch, some
+        # of these would wait for devices that run another one.
+        return [lax.select_n(branch, *values) for values in zip(*(each() for each in branches), strict=True)]
 
 
 class _Branch:
