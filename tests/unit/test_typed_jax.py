@@ -45,3 +45,23 @@ def test_explicit_transfers_pass_a_guard():
             put()
         with typed_jax.explicit_transfer():
             np.testing.assert_array_equal(jax.device_get(put()), expected)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "complex64"])
+def test_sums_beside_another_axis(dtype):
+    """XLA for CPUs would end the process if bfloat16 is summed over one axis, and the program is partitioned along another one."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), (jax.sharding.AxisType.Auto,) * 2, devices=jax.devices()[:4])
+    spec = typed_jax.partition_spec
+    x = jax.device_put(np.arange(16).reshape(4, 4).astype(dtype), jax.sharding.NamedSharding(mesh, spec("x", "y")))
+
+    def sums(x):
+        scattered = x if dtype == "complex64" else typed_jax.psum_scatter(x, "x", dim=0)
+        return typed_jax.psum({"sum": x}, "x"), scattered
+
+    mapped = jax.shard_map(sums, mesh=mesh, in_specs=spec("x"), out_specs=(spec(), spec("x")), axis_names={"x"}, check_vma=False)
+    total, scattered = jax.jit(mapped)(x)
+    expected = np.asarray(x).reshape(2, 2, 4).sum(0)
+    assert total["sum"].dtype == scattered.dtype == x.dtype
+    np.testing.assert_array_equal(total["sum"], expected)
+    if dtype != "complex64":
+        np.testing.assert_array_equal(scattered, expected)

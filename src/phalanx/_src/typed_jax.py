@@ -71,11 +71,32 @@ optimization_barrier: _Wait = lax.optimization_barrier
 
 def psum(x: T, axis_name: str, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> T:
     """Returns the sum of each array of a pytree over a mesh axis, or over groups of its indices."""
-    # XLA ends the process if it finds that a complex array is constant, for example a gradient of zeros. So its parts are summed.
-    parts = jax.tree.map(lambda leaf: (jnp.real(leaf), jnp.imag(leaf)) if jnp.iscomplexobj(leaf) else leaf, x)
-    sums = lax.psum(parts, axis_name, axis_index_groups=axis_index_groups)  # type: ignore[no-untyped-call]
-    total: T = jax.tree.map(lambda leaf, part: lax.complex(*part) if jnp.iscomplexobj(leaf) else part, x, sums)
+
+    def parts_of(leaf: Any) -> Any:
+        # XLA ends the process if it finds that a complex array is constant, for example a gradient of zeros. So its parts are summed.
+        return (jnp.real(leaf), jnp.imag(leaf)) if jnp.iscomplexobj(leaf) else _widened(leaf)
+
+    sums = lax.psum(jax.tree.map(parts_of, x), axis_name, axis_index_groups=axis_index_groups)  # type: ignore[no-untyped-call]
+    total: T = jax.tree.map(
+        lambda leaf, part: lax.complex(*part) if jnp.iscomplexobj(leaf) else part.astype(jnp.result_type(leaf)), x, sums
+    )
     return total
+
+
+def psum_scatter(x: jax.Array, axis_name: str, *, dim: int) -> jax.Array:
+    """Returns this replica's shard, along a dim, of the sum of an array over a mesh axis."""
+    shard: jax.Array = lax.psum_scatter(_widened(x), axis_name, scatter_dimension=dim, tiled=True)
+    return shard.astype(x.dtype)
+
+
+def _widened(x: Any) -> Any:
+    """Returns an array that XLA can sum over an axis while it partitions the program along another one.
+
+    XLA for CPUs sums bfloat16 in float32 in any case, but beside such an axis it ends the process (jaxlib 0.10.2 and 0.12.0).
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    is_on_cpus = mesh.abstract_device is not None and mesh.abstract_device.platform == "cpu"
+    return x.astype(jnp.float32) if is_on_cpus and mesh.auto_axes and jnp.result_type(x) == jnp.bfloat16 else x
 
 
 ppermute: Callable[[jax.Array, str | tuple[str, ...], Sequence[tuple[int, int]]], jax.Array] = lax.ppermute
@@ -83,9 +104,6 @@ ppermute: Callable[[jax.Array, str | tuple[str, ...], Sequence[tuple[int, int]]]
 
 all_to_all: Callable[..., jax.Array] = lax.all_to_all
 """Returns the shards of an array that all replicas send to this one."""
-
-psum_scatter: Callable[..., jax.Array] = lax.psum_scatter
-"""Returns this replica's shard of the sum of an array over a mesh axis."""
 
 with_layout_constraint: Callable[[jax.Array, Layout], jax.Array] = layout.with_layout_constraint
 """Returns an array that has a memory layout."""
