@@ -338,6 +338,13 @@ def differing(strategy: phalanx.Strategy, case: str) -> Any:
     if case == "operations":
         wave = [jnp.cos, jnp.sin][rank]
         return strategy.run(lambda x: phalanx.get_replica_context().all_reduce("SUM", wave(x)), args=(jnp.ones(3),))
+    if case == "layouts":
+        with type(strategy)(model_axis=("model", 2), layout={".*kernel": [(None, "model"), ("model",)][rank]}).scope():
+            model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(4)])
+            model.compile("sgd", "mse")
+        return model.fit(X[:8, :4], X[:8, :4], batch_size=8, verbose=0).history
+    if case == "meshes":
+        return type(strategy)(model_axis=("model", 2) if rank else None).num_replicas_in_sync
     if case == "constants":
         return float(strategy.reduce("SUM", strategy.run(lambda: jnp.full((2,), rank + 0.5)), axis=0))
     if case == "one worker alone":

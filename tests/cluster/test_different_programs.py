@@ -7,11 +7,12 @@ SAID = {
     "gather of shapes": "argument 0 is float32[1] per replica on rank 0 and float32[2] per replica on rank 1",
     "dtypes": "argument 0 is float32[9] per replica on rank 0 and int32[9] per replica on rank 1",
     "models": "variable 0 is float32[4,3] on rank 0 and float32[4,4] on rank 1 ('sequential",
+    "layouts": "float32[4,4] with the layout (None, 'model') on rank 0 and float32[4,4] with the layout ('model',) on rank 1",
     "operations": "cos of float32[3] on rank 0 and sin of float32[3] on rank 1",
 }
 
 
-@pytest.mark.cover(["case"], {"mean of shapes", "models", "operations"})
+@pytest.mark.cover(["case"], {"mean of shapes", "models", "layouts", "operations"})
 @pytest.mark.parametrize("case", SAID)
 def test_ranks_that_differ_are_named(cluster_of, case):
     """Nobody gets a wrong number, and no process is aborted."""
@@ -22,6 +23,15 @@ def test_ranks_that_differ_are_named(cluster_of, case):
         assert " runs: all processes must run the same program, but " in text
         assert SAID[case] in text
         assert "\nHINT: " in text
+    assert cluster.call("differing", case="late") == [22.0, 22.0]
+
+
+def test_meshes_that_differ(cluster_of):
+    """They are noticed when the strategy is created: an exchange between them would abort the processes."""
+    cluster = cluster_of(2, 1)
+    for text in cluster.call("differing", case="meshes"):
+        assert text.startswith("TraceError: a strategy with the mesh {'replica': ")
+        assert "the mesh is {'replica': 2} on rank 0 and {'replica': 1, 'model': 2} on rank 1.\nHINT: " in text
     assert cluster.call("differing", case="late") == [22.0, 22.0]
 
 

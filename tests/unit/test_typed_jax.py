@@ -58,7 +58,9 @@ def test_sums_beside_another_axis(dtype):
         scattered = x if dtype == "complex64" else typed_jax.psum_scatter(x, "x", dim=0)
         return typed_jax.psum({"sum": x}, "x"), scattered
 
-    mapped = jax.shard_map(sums, mesh=mesh, in_specs=spec("x"), out_specs=(spec(), spec("x")), axis_names={"x"}, check_vma=False)
+    mapped = jax.shard_map(
+        sums, mesh=mesh, in_specs=spec("x"), out_specs=(spec(), spec("x")), axis_names={"x"}, check_vma=False
+    )
     total, scattered = jax.jit(mapped)(x)
     expected = np.asarray(x).reshape(2, 2, 4).sum(0)
     assert total["sum"].dtype == scattered.dtype == x.dtype

@@ -71,12 +71,9 @@ optimization_barrier: _Wait = lax.optimization_barrier
 
 def psum(x: T, axis_name: str, *, axis_index_groups: Sequence[Sequence[int]] | None = None) -> T:
     """Returns the sum of each array of a pytree over a mesh axis, or over groups of its indices."""
-
-    def parts_of(leaf: Any) -> Any:
-        # XLA ends the process if it finds that a complex array is constant, for example a gradient of zeros. So its parts are summed.
-        return (jnp.real(leaf), jnp.imag(leaf)) if jnp.iscomplexobj(leaf) else _widened(leaf)
-
-    sums = lax.psum(jax.tree.map(parts_of, x), axis_name, axis_index_groups=axis_index_groups)  # type: ignore[no-untyped-call]
+    # XLA ends the process if it finds that a complex array is constant, for example a gradient of zeros. So its parts are summed.
+    parts = jax.tree.map(lambda leaf: (jnp.real(leaf), jnp.imag(leaf)) if jnp.iscomplexobj(leaf) else _widened(leaf), x)
+    sums = lax.psum(parts, axis_name, axis_index_groups=axis_index_groups)  # type: ignore[no-untyped-call]
     total: T = jax.tree.map(
         lambda leaf, part: lax.complex(*part) if jnp.iscomplexobj(leaf) else part.astype(jnp.result_type(leaf)), x, sums
     )
@@ -85,11 +82,11 @@ def psum(x: T, axis_name: str, *, axis_index_groups: Sequence[Sequence[int]] | N
 
 def psum_scatter(x: jax.Array, axis_name: str, *, dim: int) -> jax.Array:
     """Returns this replica's shard, along a dim, of the sum of an array over a mesh axis."""
-    shard: jax.Array = lax.psum_scatter(_widened(x), axis_name, scatter_dimension=dim, tiled=True)
+    shard: jax.Array = lax.psum_scatter(_widened(x), axis_name, scatter_dimension=dim, tiled=True)  # type: ignore[no-untyped-call]
     return shard.astype(x.dtype)
 
 
-def _widened(x: Any) -> Any:
+def _widened(x: jax.Array) -> jax.Array:
     """Returns an array that XLA can sum over an axis while it partitions the program along another one.
 
     XLA for CPUs sums bfloat16 in float32 in any case, but beside such an axis it ends the process (jaxlib 0.10.2 and 0.12.0).

@@ -2,15 +2,17 @@
 """What a topology requires of its axes, of the processes that share a replica, and of the values that several devices hold."""
 
 import copy
+import dataclasses
 import itertools
 import math
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import numpy as np
 
+from phalanx._src.cluster.watch.agreement import Difference, Signature
 from phalanx._src.mesh.devices import device_name
 from phalanx._src.mesh.layout import REPLICA_AXIS, AbstractLayout, Sizes
 from phalanx._src.typed_jax import partition_spec
@@ -18,6 +20,7 @@ from phalanx.errors import (
     DeviceError,
     DivergenceError,
     InvalidArgumentError,
+    TraceError,
     arguments,
     listed,
     shown,
@@ -48,6 +51,25 @@ def require_axes(axes: Sequence[tuple[str, int]], num_devices: int) -> None:
             f"axes={shown(axes)}",
             f"{num_devices} devices cannot be divided into replicas of {math.prod(sizes)} devices.",
             f"a size that divides {num_devices}",
+        )
+
+
+def require_one_mesh(mesh: jax.sharding.Mesh, agree: Callable[[Signature], Difference | None]) -> None:
+    """Checks that all processes have made the same mesh.
+
+    Args:
+      mesh: the mesh of this process.
+      agree: compares a signature with those of the others.
+
+    Raises:
+      TraceError: they have not.
+    """
+    sizes = dict(mesh.shape)
+    if difference := agree({"mesh": [f"{sizes}"]}):
+        raise TraceError(
+            f"a strategy with the mesh {sizes}",
+            f"all processes must divide their devices in the same way, but {dataclasses.replace(difference, index=None)}.",
+            "create the strategy with the same arguments, such as model_axis=, on all workers",
         )
 
 

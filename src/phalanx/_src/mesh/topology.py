@@ -27,6 +27,7 @@ from phalanx._src.mesh.requirements import (
     require_axes,
     require_equal_digests,
     require_layout,
+    require_one_mesh,
     require_own_rows,
 )
 from phalanx._src.mesh.shares import Shares
@@ -90,6 +91,7 @@ class Topology:
     has_devices: ClassVar[bool] = True
     """Whether the topology places values on its own devices."""
     mesh: Mesh = field(init=False, repr=False, compare=False)
+    _is_agreed: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         names = [device_name(d) for d in self.devices]
@@ -241,6 +243,18 @@ class Topology:
         """
         return process_dispatching() if self.num_workers == 1 else _dispatching(is_step=is_step)
 
+    def require_agreement(self) -> None:
+        """Checks that all workers have made the same mesh, the first time that they communicate. All of them must call it.
+
+        Raises:
+          TraceError: they have not.
+        """
+        watchdog = watch.own()
+        if self._is_agreed or watchdog is None:
+            return
+        require_one_mesh(self.mesh, watchdog.agree)
+        object.__setattr__(self, "_is_agreed", True)
+
     def require_peers(self) -> None:
         """Raises if another process died and user code has caught that error. Called where a loop takes the next batch.
 
@@ -307,6 +321,7 @@ class Topology:
         # group that this process has left.
         if self.num_workers == 1:
             return list(map(np.asarray, values))
+        self.require_agreement()
         device = self.first_of_workers[worker]
         # The value on one device, and zeros on all others.
         rows = [self._rows_of_devices(value, lambda d: d == device) for value in map(np.asarray, values)]
@@ -344,6 +359,7 @@ class Topology:
         """
         if self.num_workers == 1:
             return values[None]
+        self.require_agreement()
         rows = self._rows_of_devices(values, lambda _: True)
         with self.dispatching(is_step=False):
             # The result is awaited here, because programs of several processes run one at a time (see `Turn`).

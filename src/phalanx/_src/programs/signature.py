@@ -7,8 +7,10 @@ from typing import Any
 import jax
 from jax.extend import core as jex
 
+from phalanx._src import compat
 from phalanx._src.cluster.watch import watch
 from phalanx._src.collectives import primitives
+from phalanx._src.compat import Variable
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.programs.slots import slot_of
 from phalanx._src.tracing.discovery import Discovery
@@ -18,7 +20,7 @@ from phalanx.errors.frames import user_place
 
 _HINTS = {
     "argument": "use the same shapes and dtypes on all workers; strategy.experimental_distribute_dataset(...) pads batches to one shape",
-    "variable": "create the same model, in the same order, on all workers",
+    "variable": "create the same model, in the same order and with the same layout=, on all workers",
     "result": "return results of the same shapes and dtypes on all workers",
     "program": "make the same calls, with arguments of the same shapes and dtypes, on all workers",
     "operation": "run the same code on all workers, and pass values that differ as arguments",
@@ -42,6 +44,7 @@ def require_equal(discovery: Discovery, inputs: Sequence[Arguments], topology: T
     # Any other program may differ between processes: one that only the chief runs, for example.
     if not (_places_variables(discovery, topology) or _communicates(discovery, inputs[0])):
         return
+    topology.require_agreement()
     difference = local_watch.agree(_signature(discovery, inputs))
     if difference is None:
         return
@@ -61,7 +64,7 @@ def _signature(discovery: Discovery, inputs: Sequence[Arguments]) -> dict[str, l
     operations = list(_operations(discovery.jaxpr.jaxpr))
     return {
         "argument": [_of_argument(*x) for i in inputs for x in zip(i.arrays, i.sharded, strict=True)],
-        "variable": [_typed(v.shape, v.dtype) for v in discovery.variables],
+        "variable": list(map(_of_variable, discovery.variables)),
         "result": [_typed(x.aval.shape, x.aval.dtype) for x in discovery.jaxpr.jaxpr.outvars],
         "operation": operations,
     }
@@ -72,6 +75,13 @@ def _of_argument(array: jax.Array, is_parted: bool) -> str:
         return f"{_typed(array.shape[1:], array.dtype)} per replica"
     # The class of a Python number does not matter: an int on one process and a float on another select different programs.
     return _typed(array.shape, array.dtype) if hasattr(array, "shape") else "a number"
+
+
+def _of_variable(variable: Variable) -> str:
+    # Values are placed, and XLA partitions programs, according to the layout.
+    sharding = compat.layout_of(variable)
+    spec = sharding.spec if isinstance(sharding, jax.sharding.NamedSharding) else ()
+    return _typed(variable.shape, variable.dtype) + (f" with the layout {(*spec,)}" if any(spec) else "")
 
 
 def _typed(shape: Sequence[int], dtype: Any) -> str:

@@ -249,13 +249,14 @@ class _Part:
         # The update of an optimizer depends on gradients and not on rows: it is compiled once, and XLA can reuse its buffers.
         if self._is_same or branch is None:
             return self._branches[0].run(arrays)
-        branches = [lambda each=each: each.run_with_room(arrays, self._shapes) for each in self._branches]
         if not jax.sharding.get_abstract_mesh().auto_axes:
-            results: list[Any] = lax.switch(branch, branches)
+            runs = [lambda each=each: each.run_with_room(arrays, self._shapes) for each in self._branches]
+            results: list[Any] = lax.switch(branch, runs)
             return results
         # XLA adds exchanges along the other axes of the mesh, in which it lets devices of all replicas take part. In a branch, some
         # of these would wait for devices that run another one.
-        return [lax.select_n(branch, *values) for values in zip(*(each() for each in branches), strict=True)]
+        columns = zip(*(each.run_with_room(arrays, self._shapes) for each in self._branches), strict=True)
+        return [lax.select_n(branch, *values) for values in columns]
 
 
 class _Branch:
