@@ -89,7 +89,7 @@ def psum_scatter(x: jax.Array, axis_name: str, *, dim: int) -> jax.Array:
 def _widened(x: jax.Array) -> jax.Array:
     """Returns an array that XLA can sum over an axis while it partitions the program along another one.
 
-    XLA for CPUs sums bfloat16 in float32 in any case, but beside such an axis it ends the process (jaxlib 0.10.2 and 0.12.0).
+    XLA for CPUs sums bfloat16 in float32 in any case, but together with such an axis it ends the process (jaxlib 0.10.2 and 0.12.0).
     """
     mesh = jax.sharding.get_abstract_mesh()
     is_on_cpus = mesh.abstract_device is not None and mesh.abstract_device.platform == "cpu"
