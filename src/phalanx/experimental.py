@@ -48,6 +48,8 @@ class MultiWorkerMirroredStrategy(multi_worker.MultiWorkerMirroredStrategy):
       True
     """
 
+    _explanation = "its arguments are those of TensorFlow 2.3."
+
     def __init__(
         self,
         communication: CommunicationImplementation | str = CommunicationImplementation.AUTO,
@@ -78,6 +80,8 @@ class TPUStrategy(tpu.TPUStrategy):
       >>> phalanx.experimental.TPUStrategy().num_replicas_in_sync
       4
     """
+
+    _explanation = "its arguments are those of TensorFlow before version 2.3."
 
     def __init__(
         self, tpu_cluster_resolver: ClusterResolver | None = None, device_assignment: DeviceAssignment | None = None

@@ -12,10 +12,10 @@ import pytest
 from replica_values import per_replica, replica_id
 
 import phalanx
-from phalanx import Mirrored, PerReplica, RunOptions
+from phalanx import Mirrored, PerReplica, RunOptions, experimental
 from phalanx._src.strategies.base import living_strategies
 from phalanx._src.tracing.strategy import Updates
-from phalanx.errors import ContextError, InvalidArgumentError, ReduceOpError
+from phalanx.errors import CallError, ContextError, InvalidArgumentError, ReduceOpError
 
 
 @pytest.mark.parametrize("args", [1, "ab", {"x": 1}, np.ones(2), None])
@@ -39,6 +39,52 @@ def test_wrong_arguments_of_a_method(strategy, call, found):
     """Python's own error, which names the public class."""
     with pytest.raises(TypeError, match=rf"^Strategy\.\w*{found}"):
         call(strategy)
+
+
+SHARDED = phalanx.fully_sharded()
+LAYOUTS = r"MirroredStrategy\(layout=...\) or MultiWorkerMirroredStrategy\(layout=...\) or TPUStrategy\(layout=...\)"
+
+
+@pytest.mark.parametrize(
+    ("cls", "argument", "reason", "hint"),
+    [
+        (
+            phalanx.ParameterServerStrategy,
+            {"layout": SHARDED},
+            "parameter servers hold",
+            "variable_partitioner=phalanx",
+        ),
+        (phalanx.ParameterServerStrategy, {"model_axis": ("model", 2)}, "parameter servers", "variable_partitioner="),
+        (experimental.CentralStorageStrategy, {"layout": SHARDED}, "one device holds the variables", f"{LAYOUTS}$"),
+        (phalanx.OneDeviceStrategy, {"layout": SHARDED}, "one device holds all variables", f"{LAYOUTS}$"),
+        (phalanx.OneDeviceStrategy, {"devices": ["cpu:0"]}, "one device", r"OneDeviceStrategy\(device=...\)$"),
+        (phalanx.MirroredStrategy, {"elastic": "scale_batch"}, "this process alone", r"MultiWorker\w+\(elastic=...\)$"),
+        (phalanx.MultiWorkerMirroredStrategy, {"devices": 2}, "all devices", "phalanx run --devices-per-worker 2$"),
+        (experimental.MultiWorkerMirroredStrategy, {"layout": SHARDED}, "TensorFlow 2.3", r"phalanx.Multi\w+\(layout="),
+        (phalanx.TPUStrategy, {"model_axis": ("model", 2)}, "a device assignment", r"phalanx.TPU.*\.build\(topology, "),
+        (experimental.TPUStrategy, {"layout": SHARDED}, "TensorFlow before", r"phalanx.TPUStrategy\(layout=...\)$"),
+    ],
+)
+def test_argument_of_another_strategy_is_explained(cls, argument, reason, hint):
+    """The error says how the strategy trains, and what to write instead. It is a TypeError too, as Python's own."""
+    (name,) = argument
+    called = rf"^{cls.__name__}\({name}=.*\): it has no argument '{name}': .*{reason}.*\nHINT: {hint}"
+    with pytest.raises(CallError, match=called) as e:
+        cls(**argument)
+    assert isinstance(e.value, TypeError)
+
+
+def test_unknown_argument_of_a_strategy_is_python_s_own_error():
+    with pytest.raises(TypeError, match=r"^MirroredStrategy.__init__\(\) got an unexpected keyword argument 'zzz'$"):
+        phalanx.MirroredStrategy(zzz=1)
+
+
+def test_strategy_of_a_user_that_takes_all_arguments():
+    class Named(phalanx.MirroredStrategy):
+        def __init__(self, devices, **kwargs):
+            super().__init__(devices, layout=kwargs.pop("sharding"))
+
+    assert Named(["cpu:0"], sharding=SHARDED).layout is SHARDED
 
 
 @pytest.mark.parametrize(

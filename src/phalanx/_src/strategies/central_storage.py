@@ -46,6 +46,8 @@ class CentralStorageStrategy(SynchronousStrategy):
       {CpuDevice(id=0)}
     """
 
+    _explanation = "one device holds the variables of all replicas."
+
     def __init__(
         self,
         compute_devices: Sequence[str | jax.Device] | None = None,

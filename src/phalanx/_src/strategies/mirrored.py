@@ -55,6 +55,8 @@ class MirroredStrategy(SynchronousStrategy):
       2
     """
 
+    _explanation = "it trains on devices of this process alone."
+
     def __init__(
         self,
         devices: Sequence[str | jax.Device] | int | None = None,

@@ -4,6 +4,7 @@
 import math
 from collections.abc import Sequence
 from fractions import Fraction
+from types import MappingProxyType
 from typing import Literal
 
 import jax
@@ -71,6 +72,15 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
       >>> phalanx.MultiWorkerMirroredStrategy().extended.should_checkpoint
       True
     """
+
+    _explanation = "it trains on all devices of several processes."
+    _instead = MappingProxyType(
+        {
+            "cross_device_ops": "communication_options=phalanx.experimental.CommunicationOptions(bytes_per_pack=1 << 20)",
+            "devices": "phalanx run --devices-per-worker 2",
+            "weight_update_sharding": "layout=phalanx.fully_sharded()",
+        }
+    )
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeVar, final
 
 from typing_extensions import override
@@ -32,6 +33,7 @@ from phalanx.typing import PyTree
 
 T = TypeVar("T")
 
+_PARTITIONER = "variable_partitioner=phalanx.experimental.partitioners.MinSizePartitioner(max_shards=2)"
 _START_S = 600.0  # How long the coordinator waits until all tasks of a cluster have joined.
 
 
@@ -91,6 +93,11 @@ class ParameterServerStrategy(Strategy):
       >>> strategy.close()
     """
 
+    _explanation = (
+        "parameter servers hold the variables, divided by variable_partitioner, and workers update them asynchronously."
+    )
+    _instead = MappingProxyType(dict.fromkeys(("layout", "model_axis"), _PARTITIONER))
+
     def __init__(
         self,
         cluster_resolver: ClusterResolver | None = None,
@@ -120,7 +127,7 @@ class ParameterServerStrategy(Strategy):
             raise InvalidArgumentError(
                 f"variable_partitioner={shown(variable_partitioner)}",
                 "must be callable.",
-                "phalanx.experimental.partitioners.MinSizePartitioner(max_shards=2)",
+                _PARTITIONER,
             )
         spec = _cluster_of(cluster_resolver)
         if spec is not None:

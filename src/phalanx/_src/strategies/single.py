@@ -89,6 +89,8 @@ class OneDeviceStrategy(SynchronousStrategy):
       Array(2, dtype=int32, weak_type=True)
     """
 
+    _explanation = "one device holds all variables and runs all steps."
+
     def __init__(self, device: str | jax.Device) -> None:
         super().__init__(Topology.of([device]))
 

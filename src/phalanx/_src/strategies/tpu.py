@@ -3,6 +3,7 @@
 
 import math
 from collections.abc import Sequence
+from types import MappingProxyType
 
 import jax
 import jax.numpy as jnp
@@ -58,6 +59,14 @@ class TPUStrategy(SynchronousStrategy):
       >>> phalanx.TPUStrategy(experimental_device_assignment=assignment).num_replicas_in_sync
       4
     """
+
+    _explanation = "it trains on the cores of a TPU system, which a device assignment arranges into replicas."
+    _instead = MappingProxyType(
+        {
+            "model_axis": "phalanx.TPUStrategy(experimental_device_assignment=phalanx.tpu.experimental.DeviceAssignment.build("
+            "topology, [1, 1, 2], num_replicas=4))"
+        }
+    )
 
     def __init__(
         self,
