@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 
 import phalanx
 from phalanx._src.mesh.layout import FullySharded, layout_of
-from phalanx.errors import InvalidArgumentError
+from phalanx._src.mesh.topology import Topology
+from phalanx.errors import InvalidArgumentError, SlipWarning
 
 SIZES = {"replica": 2, "model": 2, "expert": 3}
 
@@ -199,6 +200,75 @@ def test_min_size_must_be_positive(min_size):
     "layout", [phalanx.fully_sharded("expert_axis"), {".*": ("expert_axis",)}], ids=["sharded", "rules"]
 )
 def test_axis_of_another_mesh(layout):
-    message = r"no axis 'expert_axis'; its axes are 'replica' of 2, 'model' of 2.\nHINT"
+    """The HINT is an argument of the strategy that the user has, which may be one of several processes."""
+    message = (
+        r"no axis 'expert_axis'; its axes are 'replica' of 2, 'model' of 2.\nHINT: model_axis=\(\"expert_axis\", 2\)$"
+    )
     with pytest.raises(InvalidArgumentError, match=message):
         phalanx.MirroredStrategy([f"cpu:{i}" for i in range(4)], model_axis=("model", 2), layout=layout)
+
+
+@pytest.mark.parametrize(
+    ("layout", "shapes", "why"),
+    [
+        (
+            phalanx.fully_sharded(),
+            [(64, 16), (16,), (9,)],
+            "layout=.* shards 0 of 3 variables, .*: 3 with fewer than 4096 elements.\nHINT: layout=phalanx.fully_sharded\\(min_size=1024\\)$",
+        ),
+        (
+            phalanx.fully_sharded("model", min_size=100),
+            [(9, 3), (8, 4), (15, 15)],
+            "2 with fewer than 100 elements and 1 without a dim whose size is a multiple of 2."
+            '\nHINT: layout=phalanx.fully_sharded\\("model", min_size=32\\)$',
+        ),
+        (
+            phalanx.fully_sharded(min_size=8),
+            [(33, 33)],
+            ": 1 without a dim whose size is a multiple of 2.\nHINT: dims whose sizes are multiples of 2$",
+        ),
+        (
+            "auto",
+            [(4, 4)],
+            "layout='auto' shards 0 of 1 variables, .*: 1 with fewer than 4096 elements.\nHINT: layout=",
+        ),
+    ],
+)
+def test_layout_that_shards_nothing_warns_in_training(layout, shapes, why):
+    """Once, at the first step that trains the variables."""
+    axis = {"model_axis": ("model", 2)} if getattr(layout, "axis", "") == "model" else {}
+    strategy = phalanx.MirroredStrategy(4 if axis else 2, layout=layout, **axis)
+    with pytest.warns(SlipWarning, match=why) as warned:
+        _train(strategy, shapes)
+    assert len(warned) == 1
+
+
+@pytest.mark.parametrize("shapes", [[(64, 64), (3,)], [(3,), (64, 64)]], ids=["trained", "frozen"])
+def test_layout_that_shards_one_variable_says_nothing(shapes):
+    """The sharded one may be frozen, as under LoRA: the warning is about models that are whole on every device."""
+    _train(phalanx.MirroredStrategy(2, layout=phalanx.fully_sharded()), shapes, trained=1)
+
+
+def test_layout_on_one_replica_says_nothing():
+    """There is nothing to shard over. Nor does a rule that shards a variable of another model."""
+    _train(phalanx.MirroredStrategy(1, layout=phalanx.fully_sharded()), [(3,)])
+    assert layout_of({"other": ("replica",)}).why_whole([(3,)], SIZES) is None
+
+
+def test_other_workers_than_the_chief_say_nothing(monkeypatch):
+    monkeypatch.setattr(Topology, "is_chief", False)
+    _train(phalanx.MirroredStrategy(2, layout=phalanx.fully_sharded()), [(3,)])
+
+
+def _train(strategy, shapes, trained=None):
+    """Trains the first variables of a step that reads all."""
+    with strategy.scope():
+        variables = [keras.Variable(keras.ops.ones(shape)) for shape in shapes]
+        optimizer = keras.optimizers.SGD(0.1)
+
+    def step():
+        sizes = [keras.ops.sum(v) for v in variables]
+        optimizer.apply([keras.ops.ones(v.shape) * sizes[-1] for v in variables[:trained]], variables[:trained])
+
+    for _ in range(2):
+        strategy.run(step)

@@ -39,7 +39,11 @@ def test_further_axes_spread_a_replica():
 @pytest.mark.parametrize(
     ("axis", "message"),
     [
-        (("model", 3), "4 devices cannot be divided into replicas of 3 devices.\nHINT: a size that divides 4"),
+        (
+            ("rows", 3),
+            r"^model_axis=\('rows', 3\): 4 devices cannot .* of 3 devices.\nHINT: model_axis=\(\"rows\", 2\)$",
+        ),
+        (("model", 9), r"4 devices cannot be divided into replicas of 9 devices.\nHINT: model_axis=\(\"model\", 4\)$"),
         (("model", 0), "sizes of axes must be positive integers.\nHINT: model_axis="),
         (("model", True), "sizes of axes must be positive integers"),
         (("replica", 2), "names of axes must be unique, and 'replica' is reserved.\nHINT"),
@@ -50,6 +54,12 @@ def test_further_axes_spread_a_replica():
 def test_axes_that_are_none(axis, message):
     with pytest.raises(InvalidArgumentError, match=message):
         phalanx.MirroredStrategy([f"cpu:{i}" for i in range(4)], model_axis=axis)
+
+
+def test_model_axis_on_one_device():
+    """No other size helps, only more devices."""
+    with pytest.raises(InvalidArgumentError, match=r"1 devices cannot be divided .*\nHINT: 2 devices$"):
+        phalanx.MirroredStrategy(["cpu:0"], model_axis=("model", 2))
 
 
 def _device(name, process=0):

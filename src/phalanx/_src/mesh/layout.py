@@ -73,6 +73,15 @@ class AbstractLayout(ABC):
           InvalidArgumentError: a rule has not matched any variable.
         """
 
+    def why_whole(self, shapes: Sequence[tuple[int, ...]], sizes: Sizes) -> tuple[str, str] | None:
+        """Returns why the layout shards none of some variables, and what to write instead. None if it is not meant to shard them.
+
+        Args:
+          shapes: shapes of variables that the layout does not shard.
+          sizes: the number of devices along each mesh axis.
+        """
+        return None
+
     def news(self) -> str:
         """Returns a line for the user about the layout, once all variables exist. Empty if there is nothing new."""
         return ""
@@ -93,7 +102,7 @@ class AbstractLayout(ABC):
             raise InvalidArgumentError(
                 f"layout={self!r}",
                 f"the mesh has no axis {axis!r}; its axes are {names}.",
-                f'"{near[0]}"' if near else f'MirroredStrategy(model_axis=("{axis}", 2), layout=...)',
+                f'"{near[0]}"' if near else f'model_axis=("{axis}", 2)',
             )
 
 
@@ -147,6 +156,25 @@ class FullySharded(AbstractLayout):
         if count == 1 or elements < self.min_size or dim is None:
             return partition_spec()
         return partition_spec(*(None,) * dim, self.axis)
+
+    @override
+    def why_whole(self, shapes: Sequence[tuple[int, ...]], sizes: Sizes) -> tuple[str, str] | None:
+        count = sizes[self.axis]
+        if count == 1:
+            return None
+        num_large = sum(math.prod(shape) >= self.min_size for shape in shapes)
+        divisible = [math.prod(shape) for shape in shapes if any(n and n % count == 0 for n in shape)]
+        reasons = {
+            f"{len(shapes) - num_large} with fewer than {self.min_size} elements": num_large < len(shapes),
+            f"{num_large} without a dim whose size is a multiple of {count}": num_large > 0,
+        }
+        axis = "" if self.axis == REPLICA_AXIS else f'"{self.axis}", '
+        return (
+            " and ".join(reason for reason, holds in reasons.items() if holds),
+            f"layout=phalanx.fully_sharded({axis}min_size={max(divisible)})"
+            if divisible
+            else f"dims whose sizes are multiples of {count}",
+        )
 
 
 def fully_sharded(
@@ -219,7 +247,12 @@ class ShapeRules(AbstractLayout):
             return ""
         self._is_told = True
         count = sum(spec != partition_spec() for spec in self._specs.values())
-        return f"layout='auto' shards {count} variables, as layout={self.rules()} does"
+        return f"layout='auto' shards {count} variables, as layout={self.rules()} does" if count else ""
+
+    @override
+    def why_whole(self, shapes: Sequence[tuple[int, ...]], sizes: Sizes) -> tuple[str, str] | None:
+        # If no axis divides any of them, the longest one does not either.
+        return FullySharded(max(sizes, key=sizes.__getitem__)).why_whole(shapes, sizes)
 
     def rules(self) -> dict[str, tuple[Any, ...]]:
         """Returns rules for paths that shard the variables alike. Layers that differ in their numbers have one, if they are sharded alike."""

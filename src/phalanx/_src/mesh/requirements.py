@@ -37,20 +37,25 @@ def require_axes(axes: Sequence[tuple[str, int]], num_devices: int) -> None:
     Raises:
       InvalidArgumentError: one of them is invalid, or they do not divide the number of devices.
     """
+    # Strategies take one axis, so an error shows what the user has written.
+    called = f"model_axis={shown(axes[0])}" if len(axes) == 1 else f"axes={shown(axes)}"
     if not all(isinstance(name, str) and name for name, _ in axes):
-        raise InvalidArgumentError(f"axes={shown(axes)}", "names of axes must be strings.", MODEL_AXIS)
+        raise InvalidArgumentError(called, "names of axes must be strings.", MODEL_AXIS)
     names, sizes = [name for name, _ in axes], [size for _, size in axes]
     if len({REPLICA_AXIS, *names}) <= len(names):
         raise InvalidArgumentError(
-            f"axes={shown(axes)}", f"names of axes must be unique, and {REPLICA_AXIS!r} is reserved.", MODEL_AXIS
+            called, f"names of axes must be unique, and {REPLICA_AXIS!r} is reserved.", MODEL_AXIS
         )
     if not all(arguments.is_integer(n, least=1) for n in sizes):
-        raise InvalidArgumentError(f"axes={shown(axes)}", "sizes of axes must be positive integers.", MODEL_AXIS)
-    if num_devices % math.prod(sizes):
+        raise InvalidArgumentError(called, "sizes of axes must be positive integers.", MODEL_AXIS)
+    if num_devices % (count := math.prod(sizes)):
+        fitting = [n for n in range(2, num_devices + 1) if num_devices % n == 0]
         raise InvalidArgumentError(
-            f"axes={shown(axes)}",
-            f"{num_devices} devices cannot be divided into replicas of {math.prod(sizes)} devices.",
-            f"a size that divides {num_devices}",
+            called,
+            f"{num_devices} devices cannot be divided into replicas of {count} devices.",
+            f'model_axis=("{names[0]}", {min(fitting, key=lambda n: abs(n - count))})'
+            if fitting
+            else f"{count} devices",
         )
 
 
@@ -105,6 +110,29 @@ def require_layout(
                 f"holds these {num_bytes:,} bytes, and their slots, whole.",
                 f"sizes of which one is a multiple of each of {listed([str(n) for n in sizes if n > 1])}, or other --workers",
             )
+
+
+def warn_if_whole(
+    layout: AbstractLayout,
+    trained: Sequence[tuple[str, tuple[int, ...]]],
+    read: Sequence[tuple[str, tuple[int, ...]]],
+    sizes: Sizes,
+) -> None:
+    """Warns of a layout that shards none of the variables of a training step.
+
+    Args:
+      layout: the layout.
+      trained: paths and shapes of the variables that the step trains.
+      read: those of all variables that it reads. Large ones may be frozen.
+      sizes: the sizes of the mesh.
+    """
+    why = layout.why_whole([shape for _, shape in trained], sizes)
+    if why is None or any(layout.spec(path, shape, sizes) != partition_spec() for path, shape in (*trained, *read)):
+        return
+    warn_of_slip(
+        f"layout={shown(layout)} shards 0 of {len(trained)} variables, so each device holds the whole model: {why[0]}.",
+        why[1],
+    )
 
 
 def require_own_rows(devices: Sequence[jax.Device], replicas: Sequence[range]) -> None:

@@ -72,6 +72,10 @@ class LiftScope(VariableScope):
         self, optimizer: keras.optimizers.Optimizer, apply: Callable[..., None], grads: Sequence[Any], variables: Any
     ) -> None:
         strategy = context.get_strategy()
+        # Not again for the deferred update, which runs outside the replicas.
+        if strategy.topology.layout is not None and context.current().replica is not None:
+            read = [entry.variable for entry in self.entries.values()]
+            strategy.topology.warn_if_whole(_shapes(compat.trained_by(optimizer, variables)), _shapes(read))
         deferred = (Updates.AFTER_PROGRAM, Updates.AFTER_REPLICAS) if self.mapped else (Updates.AFTER_PROGRAM,)
         if grads and strategy.updates in deferred:
             self._defer_gradients(strategy, optimizer, grads, variables)
@@ -268,6 +272,11 @@ def _refuse_stateless_apply(option: str) -> InvalidArgumentError:
         "it names no variables, so the optimizer has no place for what the replicas have not sent.",
         "optimizer.apply(gradients, variables)",
     )
+
+
+def _shapes(variables: Sequence[Variable]) -> list[tuple[str, tuple[int, ...]]]:
+    """Returns the path by which a layout knows each variable, and its shape."""
+    return [(compat.layout_path(v), tuple(v.shape)) for v in variables]
 
 
 def _require_local(local: LocalUpdates, optimizer: keras.optimizers.Optimizer, trained: Sequence[Variable]) -> None:
