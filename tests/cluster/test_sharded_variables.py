@@ -103,9 +103,12 @@ def test_reads_that_not_all_processes_make(cluster_of):
     (alone, *first), second = cluster_of(2, 1).call("read_alone")
     assert "ContextError: variable 'sequential" in alone
     assert "no process holds all of it" in alone
-    assert "HINT: read it on every process" in alone
+    assert "HINT: make this call on every process" in alone
+    assert "the program is a read of variable 'sequential" in alone
+    assert "on rank 0 and a step of fit or run on rank 1" in alone
     for text in (*first, *second):
-        assert "read 0 is variable 'sequential" in text
+        assert text.count("a read of variable 'sequential") == 2
+        assert " by call() (" in text
 
 
 @pytest.mark.parametrize("is_sharded", [False, True])

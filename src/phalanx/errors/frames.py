@@ -9,7 +9,7 @@ import sys
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import NamedTuple, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -60,18 +60,33 @@ def is_of_user(filename: str) -> bool:
 
 def user_place() -> Place | None:
     """Returns the innermost line of user code on the stack of this thread, or None."""
+    frame = _user_frame()
+    return frame and Place(frame.f_code.co_filename, frame.f_lineno)
+
+
+def user_call() -> Place | None:
+    """Returns the innermost call in user code on the stack of this thread, with its columns, or None."""
+    frame = _user_frame()
+    return frame and Place(frame.f_code.co_filename, frame.f_lineno, _columns(frame.f_code, frame.f_lasti))
+
+
+def _user_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if is_of_user(frame.f_code.co_filename):
-            return Place(frame.f_code.co_filename, frame.f_lineno)
+    while frame is not None and not is_of_user(frame.f_code.co_filename):
         frame = frame.f_back
-    return None
+    return frame
 
 
 def place_of(error: BaseException) -> Place | None:
     """Returns the innermost line of user code in the traceback of an error, or None."""
     entries = [tb for tb in _entries(error.__traceback__) if is_of_user(_filename(tb))]
-    return Place(_filename(entries[-1]), entries[-1].tb_lineno, _columns(entries[-1])) if entries else None
+    return (
+        Place(
+            _filename(entries[-1]), entries[-1].tb_lineno, _columns(entries[-1].tb_frame.f_code, entries[-1].tb_lasti)
+        )
+        if entries
+        else None
+    )
 
 
 def place_in(traceback: object) -> Place | None:
@@ -167,10 +182,10 @@ def _filenames(error: BaseException) -> list[str]:
     return [_filename(tb) for tb in _entries(error.__traceback__)]
 
 
-def _columns(entry: TracebackType) -> tuple[int, int] | None:
-    """Returns the start and end column of the expression that a traceback entry was evaluating, in its first line."""
-    # `tb_lasti` counts bytes, and `co_positions` instructions, which have two bytes each.
-    positions = itertools.islice(entry.tb_frame.f_code.co_positions(), entry.tb_lasti // 2, None)
+def _columns(code: CodeType, at: int) -> tuple[int, int] | None:
+    """Returns the start and end column of the expression that the instruction at a byte of some code evaluates, in its first line."""
+    # `co_positions` counts instructions, which have two bytes each.
+    positions = itertools.islice(code.co_positions(), at // 2, None)
     line, end_line, start, end = next(positions, (None,) * 4)
     if line is None or start is None or end is None:
         return None

@@ -98,6 +98,12 @@ def test_an_error_that_has_nothing_to_do_with_phalanx():
     assert "JSONDecodeError" in shown[0]
 
 
+def test_call_of_the_user_is_an_expression():
+    place = [0, functools.reduce(lambda _, __: frames.user_call(), [0, 1])][1]
+    assert place.expression == "frames.user_call()"
+    assert place._replace(columns=None) == frames.Place(__file__, place.lineno)
+
+
 @pytest.mark.slow
 def test_expression_without_columns_is_the_line(tmp_path):
     """Python may be told to keep no columns."""

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.typing import ArrayLike
 
 from phalanx._src.cluster.watch import membership, watch
-from phalanx._src.cluster.watch.agreement import READ
+from phalanx._src.cluster.watch.agreement import CALL, READ
 from phalanx._src.mesh.arrays import flattened, is_on_cpu, put_shards
 from phalanx._src.mesh.devices import device_name, parse_devices, require_one_platform, require_threads, summary_of
 from phalanx._src.mesh.layout import REPLICA_AXIS, AbstractLayout
@@ -36,6 +36,7 @@ from phalanx._src.runtime.dispatch import Turn, process_dispatching, raise_again
 from phalanx._src.runtime.memory import keep_freed_memory
 from phalanx._src.typed_jax import partition_spec, ppermute
 from phalanx.errors import ContextError, DeviceError, InvalidArgumentError, shown
+from phalanx.errors.frames import user_call
 from phalanx.typing import PyTree
 
 _LARGE_BYTES = 3 << 19
@@ -510,15 +511,21 @@ def whole(array: jax.Array, name: str) -> np.ndarray:
     """
     watchdog = watch.own()
     # Before the gather, which would wait for a process that does not read until the watchdog reports a stall.
-    difference = None if watchdog is None else watchdog.agree({READ: [name]})
+    difference = None if watchdog is None else watchdog.agree({READ: [name], CALL: _call_of_user()})
     if difference is not None:
         raise ContextError(
             f"{name} was read on rank {jax.process_index()}",
             f"no process holds all of it, so all must read it at the same time, but {difference}.",
-            "read it on every process, not on the chief alone; phalanx.train.CheckpointManager(...).save() writes one file from all of them",
+            "make this call on every process, not on the chief alone; phalanx.train.CheckpointManager(...).save() writes one file from all of them",
         )
     with _dispatching(is_step=False):
         return np.asarray(multihost_utils.process_allgather(array, tiled=True))
+
+
+def _call_of_user() -> list[str]:
+    """Returns the call in the user's program that runs, for the messages of all processes. A long one is cut."""
+    place = user_call()
+    return [f"{place.expression[:80]} ({place})"] if place else []
 
 
 def _dispatching(*, is_step: bool) -> AbstractContextManager[Any]:

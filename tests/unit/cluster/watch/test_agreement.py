@@ -5,7 +5,7 @@ import json
 import pytest
 
 from phalanx._src.cluster.connections.messages import decoded, encoded
-from phalanx._src.cluster.watch.agreement import compare, shortened
+from phalanx._src.cluster.watch.agreement import CALL, READ, compare, shortened
 from phalanx._src.cluster.watch.messages import WATCH_MESSAGES, ComparisonAnswer
 
 EQUAL = {"argument": ["float32[2]", "int32[]"], "operation": ["add", "mul"]}
@@ -29,6 +29,17 @@ def test_first_difference_is_named(other, said):
     difference = compare({0: EQUAL, 1: {**EQUAL, **other}, 2: EQUAL})
     assert str(difference) == said
     assert decoded(encoded(ComparisonAnswer(difference)), WATCH_MESSAGES) == ComparisonAnswer(difference)
+
+
+def test_reads_are_named_with_their_calls():
+    """What all read is equal, wherever they do. A read differs from another one, and from a program, whichever rank reads."""
+    save, line = {READ: ["variable 'v'"], CALL: ["model.save(path) (train.py:7)"]}, {READ: ["variable 'v'"], CALL: []}
+    assert compare({0: save, 1: line, 2: save}) is None
+    read = "a read of variable 'v' by model.save(path) (train.py:7)"
+    assert str(compare({0: save, 1: EQUAL})) == f"the program is {read} on rank 0 and a step of fit or run on rank 1"
+    assert str(compare({0: EQUAL, 1: save})) == f"the program is a step of fit or run on rank 0 and {read} on rank 1"
+    both = f"the program is {read} on ranks 0, 2 and a read of variable 'w' on rank 1"
+    assert str(compare({0: save, 1: {READ: ["variable 'w'"]}, 2: save})) == both
 
 
 def test_few_groups_are_shown():

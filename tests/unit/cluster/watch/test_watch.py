@@ -21,6 +21,7 @@ from phalanx._src.cluster.connections.messages import SignOfLife, encoded
 from phalanx._src.cluster.connections.ports import descriptors_at
 from phalanx._src.cluster.watch import departure, verdict
 from phalanx._src.cluster.watch import watch as watch_module
+from phalanx._src.cluster.watch.agreement import CALL, READ
 from phalanx._src.cluster.watch.departure import WatchTime
 from phalanx._src.cluster.watch.messages import WATCH_MESSAGES, PaceReport, SaveReport
 from phalanx._src.cluster.watch.verdict import SIGTERM, Member, judge_presence, judge_progress
@@ -141,6 +142,25 @@ def test_progress_names_who_stands_still(known, said):
     assert verdict is None or not verdict.is_loss
 
 
+@pytest.mark.parametrize(
+    ("second", "said"),
+    [
+        (
+            at(6, has_left=True),
+            "rank 1 finished its program after step 6; rank 0 has been waiting for 100 s in a read of",
+        ),
+        (at(6), "rank 1 is stuck after step 6; rank 0 has been waiting for 100 s in a read of variable 'v' by"),
+    ],
+)
+def test_read_that_the_others_do_not_make_is_named(second, said):
+    """With the call of the chief that all must make, in place of the advice about steps."""
+    signature = {READ: ["variable 'v'"], CALL: ["model.save(path) (train.py:7)"]}
+    verdict = judge_progress([member(0, **inside(7), signature=signature), member(1, **second)], 100.0, stall_s=60.0)
+    assert verdict.text.startswith(said)
+    assert verdict.text.endswith("a read of variable 'v' by model.save(path) (train.py:7)")
+    assert verdict.hint.startswith("call model.save, get_weights and variable.numpy() on all workers, not on the chief")
+
+
 def test_one_that_was_told_to_end_is_lost():
     """A process that SIGTERM ended is named as the loss, once the others wait for it; before, nobody is."""
     members = [member(0, **inside(7)), member(1, **at(6, is_told=True))]
@@ -227,7 +247,8 @@ class Group:
         answers, threads = {}, []
 
         def ask(rank):
-            answers[rank] = f"{self.watches[rank].agree({'argument': [programs[rank]]})}"
+            part = READ if programs[rank].startswith("variable") else "argument"
+            answers[rank] = f"{self.watches[rank].agree({part: [programs[rank]]})}"
 
         for rank in programs:
             answered, waits = self.watches[rank]._comparison._is_answered, threading.Event()
@@ -599,6 +620,17 @@ def test_known_program_against_a_new_one(group, asks):
     assert two.agree({asks: "float32[2]"}) == {asks: "None"}
     new = f"the program is a new one on rank {asks} and one that it has run before on rank {1 - asks}"
     assert two.agree({asks: "int32[2]"}) == {asks: new}
+
+
+@pytest.mark.parametrize("asks", [0, 1])
+def test_read_against_a_known_program(group, asks):
+    """The one that reads is told what the other one does, each time."""
+    two = group(2)
+    two.steps(2, 2, inside=[1 - asks])
+    said = {asks: f"a read of variable 'v' on rank {asks}", 1 - asks: f"a step of fit or run on rank {1 - asks}"}
+    for _ in range(2):
+        (answer,) = two.agree({asks: "variable 'v'"}).values()
+        assert answer == f"the program is {said[0]} and {said[1]}"
 
 
 def test_comparison_inside_of_an_operation_is_skipped(group):

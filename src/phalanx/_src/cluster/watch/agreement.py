@@ -14,6 +14,9 @@ Signature = Mapping[str, Sequence[str]]
 READ = "read"
 """The part of a signature of what all processes must ask for each time: a read of values of which none of them has all."""
 
+CALL = "call"
+"""The part of the signature of a read that is shown, but not compared: the call in the user's program, such as `model.save`."""
+
 # A long message could exceed the buffer of a socket that does not block, and would be cut off.
 _LONGEST = 40
 _SHOWN_GROUPS = 4
@@ -51,12 +54,26 @@ def compare(signatures: Mapping[int, Signature]) -> Difference | None:
       >>> compare({0: {"argument": ["float32[2]"]}, 1: {"argument": ["float32[2]"]}})
     """
     ranks = sorted(signatures)
+    reads = [tuple(signatures[rank].get(READ, ())) for rank in ranks]
+    if any(reads) and len(set(reads)) > 1:
+        calls = [call_of(signatures[rank]) for rank in ranks]
+        groups = {call: [r for r, its in zip(ranks, calls, strict=True) if its == call] for call in calls}
+        return Difference("program", None, [(its_ranks, call) for call, its_ranks in groups.items()])
+    if any(reads):
+        return None
     for part in signatures[ranks[0]]:
         for index, texts in enumerate(zip_longest(*(signatures[r].get(part, ()) for r in ranks), fillvalue=_NOTHING)):
             if len(set(texts)) > 1:
                 groups = {text: [r for r, its in zip(ranks, texts, strict=True) if its == text] for text in texts}
                 return Difference(part, index, [(found, text) for text, found in groups.items()])
     return None
+
+
+def call_of(signature: Signature) -> str:
+    """Returns, for messages, what a process that sent a signature is about to do."""
+    if READ not in signature:
+        return "a step of fit or run"
+    return " by ".join([f"a read of {signature[READ][0]}", *signature.get(CALL, ())])
 
 
 def shortened(signature: Signature) -> dict[str, list[str]]:

@@ -77,11 +77,12 @@ class Comparison:
 
     def _difference_of(self, requests: Mapping[int, Signature], known: list[int]) -> Difference | None:
         """Compares the programs of the ranks that wait. The `known` ranks run a program that was compared before."""
-        difference = compare(requests)
         is_read = any(READ in signature for signature in requests.values())
+        # A program that is known has no signature here, and is not a read.
+        difference = compare({**requests, **({rank: {} for rank in known} if is_read else {})})
         # Dicts and lists have no hash.
         texts = {json.dumps(signature) for signature in requests.values()}
-        if known and difference is None and (is_read or not texts <= self._known):
+        if known and difference is None and not texts <= self._known:
             difference = Difference(
                 "program", None, [(list(requests), "a new one"), (known, "one that it has run before")]
             )

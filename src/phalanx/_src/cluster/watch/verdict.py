@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import final
 
 from phalanx._src.cluster.connections.messages import SignOfLife
-from phalanx._src.cluster.watch.agreement import Signature
+from phalanx._src.cluster.watch.agreement import READ, Signature, call_of
 from phalanx._src.cluster.watch.messages import MemberMessage
 from phalanx.errors import listed
 
@@ -21,6 +21,7 @@ _LEFT_S = 3.0
 _TOLD_S = 0.5
 _KNOWN_S = 5.0
 _SAME_STEPS = "call fit, evaluate, predict, run and reduce on all workers, with as many batches on each"
+_SAME_READS = "call model.save, get_weights and variable.numpy() on all workers, not on the chief alone: a read of a sharded variable needs them all"
 
 _LONG_CALL = "a call in C keeps all its threads from running; if that call is only slow, a longer stall_timeout_s"
 
@@ -216,14 +217,20 @@ def judge_progress(members: Sequence[Member], now_s: float, stall_s: float) -> V
     still_s = now_s - moved_s
     first = max(members, key=lambda m: (m.turn, m.is_inside))
     behind = [m for m in members if m.turn < first.turn]
-    waited = f"{first.name} has been waiting in step {first.step} for {still_s:.0f} s"
+    waited, same, not_alone = (
+        f"in step {first.step} for {still_s:.0f} s",
+        _SAME_STEPS,
+        "no sys.exit() on one worker alone; ",
+    )
+    if first.signature is not None and READ in first.signature:
+        waited, same, not_alone = f"for {still_s:.0f} s in {call_of(first.signature)}", _SAME_READS, ""
+    waited = f"{first.name} has been waiting {waited}"
     if (terminated_members := [m for m in behind if m.is_told]) and first.is_inside and still_s > min(_TOLD_S, stall_s):
         # When it ends, the collective fails on the others, and their handlers and `finally` blocks run.
         return Verdict(f"{terminated_members[0].name} {SIGTERM} after step {terminated_members[0].step}", is_loss=True)
     if (left := [m for m in behind if m.has_left]) and still_s > min(_LEFT_S, stall_s):
         text = f"{left[0].name} finished its program after step {left[0].step}; {waited}"
-        hint = f"no sys.exit() on one worker alone; {_SAME_STEPS}"
-        return Verdict(text, hint=hint, still=tuple(m.name for m in left))
+        return Verdict(text, hint=not_alone + same, still=tuple(m.name for m in left))
     # The progress of a silent process since its last message is unknown, so it must be reported as silent.
     known_s = min([now_s, *(m.told_s for m in members if not m.has_left)])
     if known_s - moved_s <= stall_s:
@@ -231,7 +238,7 @@ def judge_progress(members: Sequence[Member], now_s: float, stall_s: float) -> V
     if behind:
         names, verb = tuple(m.name for m in behind), "is" if len(behind) == 1 else "are"
         text = f"{listed(names)} {verb} stuck after step {behind[0].step}; {waited}"
-        return Verdict(text, hint=_SAME_STEPS, still=names)
+        return Verdict(text, hint=same, still=names)
     if inside := [m.name for m in members if m.is_inside]:
         peers = "the others have" if len(inside) < len(members) else "none is missing"
         return Verdict(
