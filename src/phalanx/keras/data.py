@@ -358,8 +358,8 @@ class EpochData:
                 f"fit, evaluate or predict on {topology.num_workers} workers",
                 f"the first batch of rank{'s' * (len(ranks) > 1)} {listed(ranks)} is not that of rank 0, so the workers would mix the rows of "
                 "different batches.",
-                "the same data, in the same order, on all workers; get_state() and set_state(state) in a dataset that shuffles itself, "
-                "for workers that join later",
+                "the same data, in the same order, on all workers; keras.utils.set_random_seed(1) with the same number on all, because the "
+                "seed decides how fit shuffles; get_state() and set_state(state) in a dataset that shuffles itself, for workers that join later",
             )
 
     def _warn(self, done: int) -> None:

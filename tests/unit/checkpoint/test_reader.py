@@ -335,9 +335,19 @@ def test_model_that_is_larger_than_its_file(folder, tmp_path, monkeypatch):
         COMMANDS["export"](folder, str(tmp_path / "m.keras"), "")
 
 
-def test_model_whose_layers_cannot_be_imported(folder, tmp_path, monkeypatch):
-    """The error of Keras is told, with the way around it."""
-    text = json.dumps({"class_name": "Mine", "module": "nowhere", "config": {}, "registered_name": "nowhere>Mine"})
-    monkeypatch.setattr("phalanx._src.checkpoint.reader.CheckpointReader.models", {"model": text})
-    with pytest.raises(CheckpointError, match=r"Keras cannot create the model 'model'[^§]*can be imported"):
+@pytest.mark.parametrize("depth", [0, 2])
+def test_model_whose_layers_cannot_be_imported(folder, tmp_path, monkeypatch, depth):
+    """The cause that Keras names is told in one line, without the configurations of the models around it, and the way around it."""
+    config = {"class_name": "Mine", "module": "nowhere", "config": {}, "registered_name": "nowhere>Mine"}
+    for _ in range(depth):
+        config = json.loads(keras.Sequential([keras.Input((1,))]).to_json()) | {
+            "config": {"name": "outer", "layers": [config]}
+        }
+    monkeypatch.setattr("phalanx._src.checkpoint.reader.CheckpointReader.models", {"model": json.dumps(config)})
+    words = (
+        r"Keras cannot create the model 'model' .*: Could not locate class 'Mine'.*@keras.saving.register_keras_serializable.*\n"
+        r'HINT: in your program, with @keras.* above .*: checkpoint.restore\(path\), model.save\("m.keras"\). This command imports none of'
+    )
+    with pytest.raises(CheckpointError, match=words) as e:
         COMMANDS["export"](folder, str(tmp_path / "m.keras"), "")
+    assert "registered_name" not in str(e.value)

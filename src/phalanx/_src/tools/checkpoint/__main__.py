@@ -191,8 +191,9 @@ def _export_model(call: str, path: str, reader: CheckpointReader, file: Path, na
     except Exception as e:
         raise CheckpointError(
             call,
-            f"Keras cannot create the model {chosen!r} from its configuration: {e}",
-            "run it where the module of your layers can be imported; or in your program: checkpoint.restore(path), model.save(file)",
+            f"Keras cannot create the model {chosen!r} from its configuration: {_without_configuration(e)}",
+            "in your program, with @keras.saving.register_keras_serializable() above your classes: checkpoint.restore(path), "
+            f'model.save("{file.name}"). This command imports none of your modules',
         ) from e
     # `path` may be the folder of a manager.
     checkpoint, stored = Checkpoint(model=model), CheckpointFile(latest_checkpoint(path) or path)
@@ -206,6 +207,12 @@ def _export_model(call: str, path: str, reader: CheckpointReader, file: Path, na
         model.save(saved := Path(folder) / file.name)
         with saved.open("rb") as complete, new_file(file) as opened:
             shutil.copyfileobj(complete, opened)
+
+
+def _without_configuration(error: Exception) -> str:
+    """Returns the cause that Keras names, without the configurations of the layers around it, which take many lines."""
+    cause = str(error).rpartition("Exception encountered: ")[2]
+    return cause.partition(" Full object config:")[0].partition("\n")[0]
 
 
 def _sizes(reader: CheckpointReader) -> dict[str, int]:
