@@ -169,7 +169,7 @@ def test_returned_variables_are_their_values(make):
 @pytest.mark.parametrize(
     "make",
     [
-        lambda: phalanx.MirroredStrategy(["cpu:0", "cpu:1"], layout=phalanx.fully_sharded()),
+        lambda: phalanx.MirroredStrategy(["cpu:0", "cpu:1"], layout=phalanx.fully_sharded(min_size=2)),
         lambda: phalanx.experimental.CentralStorageStrategy(["cpu:0", "cpu:1"]),
     ],
 )
