@@ -296,6 +296,27 @@ FAULTS = [
         "unit/cluster/connections/test_tunnel.py",
     ),
     Fault(
+        "a process waits for the service of a machine that is gone",
+        "coordination:break_off",
+        "tunnel.end()",
+        "pass",
+        "unit/runtime/test_coordination.py",
+    ),
+    Fault(
+        "launchers learn of a generation in which nobody is",
+        "members:GroupMembers.form",
+        "member.generation, member.rank = self.generation, rank",
+        "member.rank = rank",
+        "unit/launch/elastic/test_rendezvous.py",
+    ),
+    Fault(
+        "a machine that no longer answers counts as ended",
+        "listener:Connection.say",
+        "self._failure = self._failure or e",
+        "pass",
+        "unit/cluster/connections/test_listener.py",
+    ),
+    Fault(
         "a new generation takes the oldest copy",
         "resharding:choose",
         "reverse=True",

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from contextlib import ExitStack, contextmanager, suppress
@@ -650,11 +651,12 @@ class Machines:
       addresses: addresses of the machines.
       prefixes: commands that run a command on each machine.
       workers: the option of that name.
+      source: the script.
     """
 
-    def __init__(self, folder, addresses, prefixes=((), (), ()), workers="1:4"):
+    def __init__(self, folder, addresses, prefixes=((), (), ()), workers="1:4", source=MACHINES):
         self.folder, self.addresses, self.prefixes, self.workers = folder, addresses, prefixes, workers
-        self.script = script(folder, PRELUDE + MACHINES)
+        self.script = script(folder, PRELUDE + source)
         self.variables = {TOKEN: new_token(), "PHALANX_STALL_TIMEOUT_S": "30"}
         self.launchers, self.logs = {}, []
 
@@ -740,7 +742,49 @@ def test_first_machine_that_dies(tmp_path):
         machines.kill(1)
         machines.wait_for(2, (0, 2))
         machines.require_success((0, 2))
-        assert machines.output.count("is gone. This machine takes its place.") == 2, machines.output
+        assert machines.output.count("has ended. This machine takes its place.") == 2, machines.output
+
+
+STOPS_ON_THE_WAY = """
+from phalanx._src.cluster.watch import membership
+from phalanx._src.runtime import coordination
+def stopping(function):
+    def stop_first(*args):
+        if (here / "stop").exists():
+            (here / f"at {membership.own().number}").write_text(coordination._group.tunnel._target)
+        while (here / "stop").exists():
+            time.sleep(0.01)
+        return function(*args)
+    return stop_first
+coordination._collectives = stopping(coordination._collectives)
+"""
+"""Processes stop while they enter a generation, before they tell JAX's service where they are."""
+
+
+def nobody_listens(address):
+    """Whether nobody listens at an address any more."""
+    host, port = address.split(":")
+    with socket.socket() as client:
+        return client.connect_ex((host, int(port))) != 0
+
+
+def test_next_machine_dies_on_the_way(tmp_path):
+    """The machine that has taken the place of the first one dies before its generation is complete: the third one goes on."""
+    port = free_ports(1)[0]
+    addresses = [f"127.0.0.{host}:{port}" for host in (1, 2, 3)]
+    with Machines(tmp_path, addresses, workers="1:3", source=STOPS_ON_THE_WAY + MACHINES) as machines:
+        for index in range(3):
+            machines.start(index)
+        machines.wait_for(3, (0, 1, 2))
+        (tmp_path / "stop").touch()
+        machines.kill(0)
+        wait_until(lambda: (tmp_path / "at 1").exists() and (tmp_path / "at 2").exists())
+        machines.kill(1)
+        wait_until(lambda: nobody_listens((tmp_path / "at 2").read_text()))
+        (tmp_path / "stop").unlink()
+        machines.wait_for(1, (2,))
+        machines.require_success((2,))
+        assert "The cluster cannot continue" not in machines.output, machines.output
 
 
 IMPATIENT = (

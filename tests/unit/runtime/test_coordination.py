@@ -60,20 +60,23 @@ ALONE = """
 import os, sys, threading, time
 import jax
 from jax._src import distributed, lib
+from phalanx._src.cluster.connections.ports import cut
 from phalanx._src.runtime import coordination
-first, second = sys.argv[1:]
+first, second, third = sys.argv[1:]
 kept = [
     lib._jax.get_distributed_runtime_service(address, 2, cluster_register_timeout=timeout_s, recoverable=True)
-    for address, timeout_s in ((first, 1), (second, 100))
+    for address, timeout_s in ((first, 1), (second, 100), (third, 100))
 ]
 try:
     coordination.connect(first, 0, 2, 1)
 except RuntimeError:
     print("does not connect", flush=True)
 coordination.disconnect()
-def other():
-    kept.append(lib._jax.get_distributed_runtime_client(second, 1, init_timeout=100))
+def come(address):
+    kept.append(lib._jax.get_distributed_runtime_client(address, 1, init_timeout=100))
     kept[-1].connect()
+def other():
+    come(second)
     while distributed.global_state.client is None:
         time.sleep(0.05)
     time.sleep(0.5)
@@ -85,6 +88,26 @@ except RuntimeError:
     print("finds no devices", flush=True)
 coordination.disconnect()
 coordination.drop_devices()
+collectives = coordination._collectives
+def lose_service(*given):
+    tunnel = coordination._group.tunnel
+    tunnel._target = "127.0.0.1:1"
+    for far in filter(None, [*tunnel._far_ends.values()]):
+        cut(far)
+    while any(tunnel._far_ends.values()):
+        time.sleep(0.05)
+    threading.Timer(0.5, coordination.break_off).start()
+    return collectives(*given)
+coordination._collectives = lose_service
+coordination.listen_at("127.0.0.1")
+threading.Thread(target=come, args=(third,), daemon=True).start()
+try:
+    coordination.connect(third, 0, 2, 100)
+except RuntimeError:
+    print("has no service", flush=True)
+coordination.disconnect()
+coordination.drop_devices()
+coordination._collectives = collectives
 print(jax.process_count(), "process", flush=True)
 os._exit(0)
 """
@@ -197,6 +220,16 @@ def test_connections_of_the_group_are_broken_off(monkeypatch):
             assert second.recv(1) == b"x"
 
 
+def test_exchange_that_fails():
+    """It raises the error that those who form a group expect. gloo's is a ValueError."""
+
+    def lose():
+        raise ValueError("UNKNOWN: Gloo all-reduce failed")
+
+    with pytest.raises(RuntimeError, match="Gloo all-reduce failed"):
+        coordination.exchange_twice(lose)
+
+
 APART = """
 import jax
 import jax.numpy as jnp
@@ -224,8 +257,10 @@ def test_all_reduces_stay_apart():
 
 @pytest.mark.slow
 def test_process_that_does_not_come():
-    """The other one gets an error and does not end. One that waits for devices gets it when the loss is known."""
-    command = [sys.executable, "-c", ALONE, *(f"127.0.0.1:{port}" for port in free_ports(2))]
+    """The other one gets an error and does not end. One that waits for devices gets it when the loss is known, even if the service is lost too."""
+    command = [sys.executable, "-c", ALONE, *(f"127.0.0.1:{port}" for port in free_ports(3))]
     done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=DEADLINE_S)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["does not connect", "finds no devices", "1 process"], done.stderr
+    assert done.stdout.splitlines() == ["does not connect", "finds no devices", "has no service", "1 process"], (
+        done.stderr
+    )

@@ -15,7 +15,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.extend
@@ -38,6 +38,10 @@ _SHARE_S = 600
 _KEPT_SERVICES = 2
 _ATTEMPTS = 5
 _APART = "--xla_disable_hlo_passes=cpu-all-reduce-combiner"
+
+
+class _Client(Protocol):
+    def shutdown(self) -> None: ...
 
 
 @dataclass
@@ -174,9 +178,12 @@ def exchange_twice(between: Callable[[], None]) -> None:
     rows = jax.NamedSharding(jax.make_mesh((len(devices),), ("device",), devices=devices), partition_spec("device"))
     nothing = jax.make_array_from_callback((len(devices),), rows, lambda _: np.zeros(1, np.int8))
     exchange = jax.jit(lambda x: x.sum(dtype=np.int8), out_shardings=jax.NamedSharding(rows.mesh, partition_spec()))
-    exchange(nothing).block_until_ready()
-    between()
-    exchange(nothing).block_until_ready()
+    try:
+        exchange(nothing).block_until_ready()
+        between()
+        exchange(nothing).block_until_ready()
+    except ValueError as e:  # That is what JAX raises if gloo fails.
+        raise RuntimeError(f"{e}") from e
 
 
 def _find_devices() -> None:
@@ -196,15 +203,21 @@ def _find_devices() -> None:
 def break_off() -> None:
     """Closes the connections of gloo, so that a collective that waits for other processes ends with an error. May be called in any thread.
 
-    A process that has died closes its own connections, but a third one may wait for a process that has left the group. Where gloo is not
-    connected yet, a process waits for what another one tells the service: for minutes, unless its own connection with the service ends.
+    A process that has died closes its own connections, but a third one may wait for a process that has left the group. If gloo is not
+    connected yet, a process waits for the service, which may be lost too: for minutes, unless its own connection with the service ends.
     """
     _group.is_broken = True
+    # Those of this group, even if the process has entered another one before the end.
+    tunnel, client = _group.tunnel, distributed_state.client
     for connection in sockets_of_process():
         with connection, contextlib.suppress(OSError):
             if {connection.getsockname()[1], connection.getpeername()[1]} & _group.ports:
                 stop_reading(connection)
-    _end_client()
+    _end_client(client)
+    # The end of its connection makes a client abort this process, unless it has left. What it asks the service has failed then, but what it
+    # tells a service whose machine is lost would wait forever.
+    if client is not None and tunnel is not None:
+        tunnel.end()
 
 
 def share(data: bytes | None, name: str = "state") -> bytes:
@@ -230,8 +243,7 @@ def share_each(data: bytes, name: str) -> list[bytes]:
     return [share(data if rank == jax.process_index() else None, f"{name}/{rank}") for rank in ranks]
 
 
-def _end_client() -> None:
-    client = distributed_state.client
+def _end_client(client: _Client | None) -> None:
     if client is not None:
         # The service reports missing processes here, or the connection has already ended.
         with contextlib.suppress(RuntimeError):
@@ -241,7 +253,7 @@ def _end_client() -> None:
 def disconnect() -> None:
     """Leaves the group, whose other processes may have died. The devices stay usable until `drop_devices`."""
     state = distributed_state
-    _end_client()
+    _end_client(state.client)
     _group.is_broken = False
     if _group.tunnel is not None:
         _group.tunnel.close()

@@ -1,6 +1,8 @@
 """The door of a cluster, with real sockets: peers come in, and strangers neither come in nor hold it up."""
 
+import contextlib
 import json
+import select
 import socket
 import struct
 import sys
@@ -10,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from phalanx._src.cluster.connections import listener as listener_module
-from phalanx._src.cluster.connections.listener import Listener, answers, enter, handshake, read_line
+from phalanx._src.cluster.connections.listener import Connection, Listener, answers, enter, handshake, read_line
 from phalanx._src.cluster.connections.secret import Secret
 from phalanx._src.launch.plan import free_ports
 from phalanx.errors import StartupError
@@ -327,3 +329,27 @@ def test_reset_after_a_silence(listener, address, monkeypatch, is_late):
     assert peers[0].hear(()) == ([], False)
     assert peers[0].is_closed is not is_late
     peers[0].close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux gives up a machine that takes nothing")
+@pytest.mark.parametrize("says", [False, True])
+def test_machine_that_no_longer_answers(says):
+    """It has not closed the connection, whichever call learns from the kernel that this one has given it up."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as ours,
+        server.accept()[0],
+    ):
+        ours.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 100)
+        ours.setblocking(False)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                ours.send(bytes(1 << 16))
+        poll = select.poll()
+        poll.register(ours, select.POLLIN)
+        assert poll.poll(1000 * DEADLINE_S)
+        connection = Connection(ours)
+        if says:
+            connection.say(b"are you there?")
+        assert connection.hear([]) == ([], False)
+        assert not connection.is_closed

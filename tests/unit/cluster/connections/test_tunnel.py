@@ -86,6 +86,24 @@ def test_near_end_outlives_the_far_end(server):
     assert not tunnel.is_alive()
 
 
+def test_near_ends_are_ended(server):
+    """Those that exist, whether the far end is there or not, and one that the tunnel has not let in yet. Nobody else comes in."""
+    tunnel = Tunnel(f"127.0.0.1:{server.getsockname()[1]}")
+    with entered(tunnel) as near, server.accept()[0] as far, entered(tunnel) as lonely, server.accept()[0] as lost:
+        far.settimeout(DEADLINE_S)
+        lost.close()
+        wait_until(lambda: None in tunnel._far_ends.values())
+        has_ended, let_in = threading.Event(), tunnel._open
+        tunnel._open = lambda: has_ended.wait(DEADLINE_S) and let_in()
+        with entered(tunnel) as later:
+            tunnel.end()
+            has_ended.set()
+            assert [each.recv(1) for each in (near, lonely, later, far)] == [b""] * 4
+        assert not Path(tunnel.address.removeprefix(PRIVATE)).exists()
+    tunnel.join(DEADLINE_S)
+    assert not tunnel.is_alive()
+
+
 def test_far_end_learns_of_the_near_end(server):
     """A process that ends its connection has left."""
     tunnel = Tunnel(f"127.0.0.1:{server.getsockname()[1]}")

@@ -134,7 +134,7 @@ def test_next_machine_takes_over(places):
         # Not the machine of the first task, but the first of those that are left.
         wait_until(lambda: group.leaders() == {2: 0, 0: 0})
         assert [text for text in group.said if "takes its place" in text] == [
-            f"The launcher at {group.addresses[machine]}, which coordinated all machines, is gone. This machine takes its place."
+            f"The launcher at {group.addresses[machine]}, which coordinated all machines, has ended. This machine takes its place."
             for machine in (0, 1)
         ]
         assert not group.killed

@@ -419,6 +419,20 @@ def test_first_generation_waits_for_all_machines(second_machine):
     wait_until(lambda: not found.report().is_needed)
 
 
+def test_launchers_never_learn_that_nobody_is_left(second_machine, monkeypatch):
+    """Not even between two messages: they learn of a generation before its processes do, and would end their own."""
+    found, post, _, _ = second_machine
+    post.report(LauncherReport((1,), 1))
+    launchers, statuses = found.rendezvous._launchers, []
+    tell = launchers.tell
+    monkeypatch.setattr(launchers, "tell", lambda status: (statuses.append(status), tell(status)))
+    members = found.members(0, 1)
+    for _ in range(2):
+        found.meet(members)
+    assert {status.generation for status in statuses} >= {1, 2}
+    assert {status.gone for status in statuses} == {None}
+
+
 def test_second_launcher_of_a_machine_is_said(second_machine):
     """The first one ends, and says why."""
     _, post, _, outpost = second_machine

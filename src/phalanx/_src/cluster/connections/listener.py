@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from errno import ECONNRESET
+from errno import EAGAIN, ECONNRESET, EPIPE
 from socket import IPPROTO_TCP, SHUT_WR, TCP_NODELAY
 from types import MappingProxyType
 from typing import Any, Self, TypeVar, final
@@ -83,6 +83,7 @@ class Connection:
     def __init__(self, socket: Socket, hello: Mapping[str, Any] = MappingProxyType({})) -> None:
         self.socket, self.hello, self._read = socket, hello, b""
         self.is_closed = False
+        self._failure: OSError | None = None
         # A closing socket with unread data drops what Nagle's algorithm still holds back: a process that had just said
         # that it leaves would count as killed (RFC 896; RFC 1122, section 4.2.2.13).
         self.socket.setsockopt(IPPROTO_TCP, TCP_NODELAY, 1)
@@ -95,8 +96,12 @@ class Connection:
     def say(self, message: Message | bytes) -> None:
         """Sends a message, which may be encoded already. A process that has ended needs none."""
         # `hear` notices a closed connection. If the socket does not block, a stalled process accepts no more data.
-        with contextlib.suppress(OSError):
+        try:
             self.socket.sendall(encoded(message) if isinstance(message, Message) else message)
+        except OSError as e:
+            # The kernel reports the end of a connection once. After that, one to a silent machine reads like one that was closed.
+            if e.errno not in (None, EAGAIN):
+                self._failure = self._failure or e
 
     def hear(self, kinds: Iterable[type[M]]) -> tuple[list[M | SignOfLife], bool]:
         """Returns the messages of these classes that have arrived, and whether the connection is still open.
@@ -105,16 +110,20 @@ class Connection:
           TypeError: a message has other fields than its class, or values of other types.
         """
         try:
-            new = self.socket.recv(_LONGEST_LINE)
-            self.is_closed = not new
+            new, failure = self.socket.recv(_LONGEST_LINE), self._failure
         except OSError as e:
-            # Whoever has given up this connection after a long silence answers with a reset too, when the cable is plugged in again.
-            new, self.is_closed = b"", e.errno == ECONNRESET and silence_s(self.socket) < _FRESH_S
+            new, failure = b"", e
+        self.is_closed = not new and (failure is None or self._is_end(failure))
         *whole, self._read = (self._read + new).split(b"\n")
         try:
             return [decoded(line, kinds) for line in whole], bool(new)
         except (ValueError, RecursionError):  # A process of the cluster sends JSON only.
             return [], False
+
+    def _is_end(self, failure: OSError) -> bool:
+        """Whether the other process has closed the connection, or has ended, if a call has failed like this."""
+        # Whoever has given up this connection after a long silence answers with a reset too, when the cable is plugged in again.
+        return failure.errno == EPIPE or (failure.errno == ECONNRESET and silence_s(self.socket) < _FRESH_S)
 
     def messages(self, kinds: Iterable[type[M]]) -> Iterator[M | SignOfLife]:
         """Yields the messages of these classes until the connection ends. Waits for them, if the socket blocks."""

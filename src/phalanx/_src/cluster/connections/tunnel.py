@@ -39,7 +39,8 @@ class Tunnel(threading.Thread):
 
     def __init__(self, target: str) -> None:
         super().__init__(name="phalanx-tunnel", daemon=True)
-        self._target, self._place, self._is_closed = target, PrivateAddress(), False
+        self._target, self._place = target, PrivateAddress()
+        self._is_closed = self._is_over = False
         self.address = self._place.address
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
@@ -60,6 +61,14 @@ class Tunnel(threading.Thread):
         self._is_closed = True
         self._place.close()
 
+    def end(self) -> None:
+        """Ends the connections of this process too, so that what waits for an answer of the other machine fails. May be called in any thread."""
+        self._is_over = True
+        self.close()
+        # The thread of the tunnel may be busy with a machine that does not answer. It forgets these connections later.
+        for near in list(self._far_ends):
+            cut(near)
+
     @override
     def run(self) -> None:
         with self._listener, self._selector:
@@ -79,6 +88,9 @@ class Tunnel(threading.Thread):
             return
         self._far_ends[near] = None
         self._selector.register(near, selectors.EVENT_READ, (near, None))
+        if self._is_over:  # `end` may not have known of it.
+            cut(near)
+            return
         # If nobody is there, the near end stays open all the same.
         with suppress(OSError):
             far = self._far_ends[near] = connect(self._target, _CONNECT_S)

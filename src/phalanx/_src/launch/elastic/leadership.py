@@ -162,9 +162,12 @@ class Leadership(threading.Thread):
                     lost.give_up(f"{e.asked}: {e.found}".rstrip("."))
                     return
                 continue
-            address = self._machines.addresses[lost.machine]
+            launcher = f"The launcher at {self._machines.addresses[lost.machine]}, which coordinated all machines,"
+            # One that does not answer this machine may still train with others.
             self._say(
-                f"The launcher at {address}, which coordinated all machines, is gone. This machine takes its place."
+                f"{launcher} has ended. This machine takes its place."
+                if lost.has_ended
+                else f"{launcher} does not answer. This machine takes its place if enough of the others answer."
             )
             self._take(role)
             return

@@ -133,6 +133,9 @@ class GroupMembers:
         """Makes these processes, by rank, the next generation. They do not know it yet."""
         self.generation, self.numbers = self.generation + 1, tuple(m.number for m in members)
         self.gone, self.has_moved = set(), False
+        # At once: without them, the launchers would learn that nobody is left.
+        for rank, member in enumerate(members):
+            member.generation, member.rank = self.generation, rank
 
     def tell(self, members: Sequence[GroupMember], service: str) -> None:
         """Tells the processes of the present generation, by rank, where they meet.
@@ -143,5 +146,5 @@ class GroupMembers:
         """
         call, addresses = members[0].call, tuple(m.ready.address for m in members if m.ready)
         for rank, member in enumerate(members):
-            member.ready, member.generation, member.rank, member.call = None, self.generation, rank, call
+            member.ready, member.call = None, call
             member.peer.say(meeting.Generation(self.generation, service, addresses, rank))
