@@ -58,7 +58,7 @@ def test_axes_that_are_none(axis, message):
 
 def test_model_axis_on_one_device():
     """No other size helps, only more devices."""
-    with pytest.raises(InvalidArgumentError, match=r"1 devices cannot be divided .*\nHINT: 2 devices$"):
+    with pytest.raises(InvalidArgumentError, match=r"1 devices cannot be divided .*\nHINT: a multiple of 2 devices$"):
         phalanx.MirroredStrategy(["cpu:0"], model_axis=("model", 2))
 
 

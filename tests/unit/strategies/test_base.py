@@ -75,8 +75,18 @@ def test_argument_of_another_strategy_is_explained(cls, argument, reason, hint):
 
 
 def test_unknown_argument_of_a_strategy_is_python_s_own_error():
+    """So it is if a strategy of a user, which explains nothing, lacks an argument of others."""
+
+    class Custom(phalanx.Strategy):
+        topology = property(lambda _: None)
+
+        def __init__(self):
+            super().__init__()
+
     with pytest.raises(TypeError, match=r"^MirroredStrategy.__init__\(\) got an unexpected keyword argument 'zzz'$"):
         phalanx.MirroredStrategy(zzz=1)
+    with pytest.raises(TypeError, match=r"Custom.__init__\(\) got an unexpected keyword argument 'layout'$"):
+        Custom(layout="auto")
 
 
 def test_strategy_of_a_user_that_takes_all_arguments():

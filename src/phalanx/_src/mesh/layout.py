@@ -245,8 +245,8 @@ class ShapeRules(AbstractLayout):
         """Returns the rules, once."""
         if self._is_told:
             return ""
-        self._is_told = True
         count = sum(spec != partition_spec() for spec in self._specs.values())
+        self._is_told = count > 0
         return f"layout='auto' shards {count} variables, as layout={self.rules()} does" if count else ""
 
     @override

@@ -54,8 +54,8 @@ def require_axes(axes: Sequence[tuple[str, int]], num_devices: int) -> None:
             called,
             f"{num_devices} devices cannot be divided into replicas of {count} devices.",
             f'model_axis=("{names[0]}", {min(fitting, key=lambda n: abs(n - count))})'
-            if fitting
-            else f"{count} devices",
+            if fitting and len(axes) == 1
+            else f"a multiple of {count} devices",
         )
 
 

@@ -499,13 +499,11 @@ def _explaining(init: Callable[..., None]) -> Callable[..., None]:
     def explained_init(self: Strategy, *args: object, **kwargs: object) -> None:
         unknown = () if takes_all else [name for name in kwargs if name not in parameters]
         for name in unknown:
+            reason, hint = type(self)._explanation, _suggested(type(self), name, list(parameters))
             # Without a suggestion, Python's own error is as good.
-            if hint := _suggested(type(self), name, list(parameters)):
-                raise CallError(
-                    f"{type(self).__name__}({name}={shown(kwargs[name])})",
-                    f"it has no argument {name!r}: {type(self)._explanation}",
-                    hint,
-                )
+            if reason and hint:
+                called = f"{type(self).__name__}({name}={shown(kwargs[name])})"
+                raise CallError(called, f"it has no argument {name!r}: {reason}", hint)
         init(self, *args, **kwargs)
 
     return explained_init

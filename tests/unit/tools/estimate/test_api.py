@@ -96,7 +96,7 @@ def test_operations_are_computed_by_hand():
 
 
 def model_axis():
-    return phalanx.MirroredStrategy(2, model_axis=("model", 2), layout=phalanx.fully_sharded("model"))
+    return phalanx.MirroredStrategy(2, model_axis=("model", 2), layout=phalanx.fully_sharded("model", min_size=16))
 
 
 @pytest.mark.cover(["topologies"], {"cpu:1,2,8", "cpu:8"})
