@@ -126,7 +126,7 @@ def warn_if_whole(
       read: those of all variables that it reads. Large ones may be frozen.
       sizes: the sizes of the mesh.
     """
-    why = layout.why_whole([shape for _, shape in trained], sizes)
+    why = layout.why_whole([shape for _, shape in trained], sizes) if trained else None
     if why is None or any(layout.spec(path, shape, sizes) != partition_spec() for path, shape in (*trained, *read)):
         return
     warn_of_slip(

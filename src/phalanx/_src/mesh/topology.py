@@ -29,7 +29,6 @@ from phalanx._src.mesh.requirements import (
     require_layout,
     require_one_mesh,
     require_own_rows,
-    warn_if_whole,
 )
 from phalanx._src.mesh.shares import Shares
 from phalanx._src.runtime.dispatch import Turn, process_dispatching, raise_again
@@ -425,13 +424,6 @@ class Topology:
             per_worker = len(self.devices_here) / self.devices_per_replica
             sizes = {count: {**self.mesh.shape, REPLICA_AXIS: int(count * per_worker)} for count in workers}
             require_layout(self.layout, variables, sizes)
-
-    def warn_if_whole(
-        self, trained: Sequence[tuple[str, tuple[int, ...]]], read: Sequence[tuple[str, tuple[int, ...]]]
-    ) -> None:
-        """Warns on the chief if the layout shards none of the variables of a training step. See `requirements.warn_if_whole`."""
-        if self.layout is not None and trained and self.is_chief:
-            warn_if_whole(self.layout, trained, read, dict(self.mesh.shape))
 
     def sharding_of_new(self, path: str, shape: Sequence[int]) -> NamedSharding | None:
         """Returns the sharding with which a variable is created.

@@ -16,6 +16,7 @@ from phalanx._src.collectives.gradient_path import Aggregation
 from phalanx._src.collectives.local_updates import Applied, LocalUpdates, synchronizations
 from phalanx._src.compat import Variable
 from phalanx._src.mesh.layout import REPLICA_AXIS
+from phalanx._src.mesh.requirements import warn_if_whole
 from phalanx._src.tracing import context, draws
 from phalanx._src.tracing.access import VariableScope, num_replicas
 from phalanx._src.tracing.batch_share import BatchShare
@@ -73,9 +74,10 @@ class LiftScope(VariableScope):
     ) -> None:
         strategy = context.get_strategy()
         # Not again for the deferred update, which runs outside the replicas.
-        if strategy.topology.layout is not None and context.current().replica is not None:
-            read = [entry.variable for entry in self.entries.values()]
-            strategy.topology.warn_if_whole(_shapes(compat.trained_by(optimizer, variables)), _shapes(read))
+        topology = strategy.topology
+        if topology.layout is not None and topology.is_chief and context.current().replica is not None:
+            trained, read = compat.trained_by(optimizer, variables), [e.variable for e in self.entries.values()]
+            warn_if_whole(topology.layout, _shapes(trained), _shapes(read), dict(topology.mesh.shape))
         deferred = (Updates.AFTER_PROGRAM, Updates.AFTER_REPLICAS) if self.mapped else (Updates.AFTER_PROGRAM,)
         if grads and strategy.updates in deferred:
             self._defer_gradients(strategy, optimizer, grads, variables)
