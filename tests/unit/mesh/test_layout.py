@@ -150,6 +150,7 @@ def test_rule_without_a_variable():
         ("net/contract/kernel", (256, 64), P("model", "replica")),
         ("net/square/kernel", (64, 64), P("replica", "model")),
         ("net/attention/query/kernel", (64, 2, 32), P("replica", "model")),
+        ("net/mha_1/key/kernel", (64, 2, 32), P("replica", "model")),
         ("net/attention/attention_output/kernel", (2, 32, 64), P("model", None, "replica")),
         ("net/convolution/kernel", (4, 64, 64), P(None, "replica", "model")),
         ("net/odd/kernel", (63, 66), P(None, "model")),

@@ -34,6 +34,9 @@ _MIN_SIZE = 4096
 _NUMBER = r"_\d+(?=/|$)"
 """The number that Keras appends to the name of a further layer."""
 
+_OF_ATTENTION = r"attention|(^|/)(query|key|value)/"
+"""Paths of variables with a dim for heads: Keras names the layers inside an attention layer like this, whatever its own name is."""
+
 _RULES = 'layout={".*dense.*kernel": (None, "model")}'
 
 
@@ -232,7 +235,7 @@ class ShapeRules(AbstractLayout):
         for axis in sorted(sizes, key=REPLICA_AXIS.__eq__):
             dims = [i for i, n in enumerate(shape) if names[i] is None and n % sizes[axis] == 0]
             if sizes[axis] > 1 and dims and math.prod(shape) >= _MIN_SIZE:
-                of_heads = axis != REPLICA_AXIS and len(shape) > 2 and "attention" in path  # noqa: PLR2004
+                of_heads = axis != REPLICA_AXIS and len(shape) > 2 and re.search(_OF_ATTENTION, path)  # noqa: PLR2004
                 names[min(dims, key=shape.__getitem__) if of_heads else max(dims, key=lambda i: (shape[i], i))] = axis
         # JAX tells `P(None)` from `P()`, with which `Topology.sharding_of` compares.
         while names and names[-1] is None:
