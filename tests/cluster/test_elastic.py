@@ -809,9 +809,7 @@ def test_machine_that_disappears(tmp_path):
         machines.wait_for(4, (0, 1, 2, 3))
         network.pull_cable()
         machines.wait_for(2, (0, 1))
-        machines.launchers[1].wait(DEADLINE_S)
         network.plug_cable()
-        machines.start(1, IMPATIENT)
         machines.wait_for(4, (0, 1, 2, 3))
         machines.require_success()
 
