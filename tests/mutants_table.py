@@ -1024,7 +1024,7 @@ FAULTS = [
     ),
     Fault(
         "two programs save into one folder",
-        "manager:occupy",
+        "manager:_taken_by",
         "fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "pass",
         "unit/checkpoint/test_manager.py",

@@ -379,6 +379,37 @@ def test_what_needs_a_number_of_replicas_is_refused(tmp_path, options, message):
     assert message in output, output
 
 
+CHIEF_LEAVES = """
+import atexit, signal
+strategy = phalanx.MultiWorkerMirroredStrategy()
+with strategy.scope():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+backup, saved = phalanx.keras.BackupAndRestore(here / "backup", save_freq=1), here / "saved"
+def stay():
+    while not saved.exists():
+        time.sleep(0.01)
+class Leave(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        number = phalanx._src.cluster.watch.membership.own().number
+        if number == 0 and batch == 4 and not saved.exists():
+            atexit.register(stay)
+            os.kill(os.getpid(), signal.SIGTERM)
+        if number == 1 and strategy.num_replicas_in_sync == 1 and batch > 8 and strategy.extended.should_checkpoint:
+            backup._manager.sync()
+            saved.touch()
+model.fit(np.ones((120, 2)), np.ones((120, 1)), batch_size=4, verbose=0, callbacks=[backup, Leave()])
+"""
+
+
+def test_chief_that_leaves_gives_up_its_folder(tmp_path):
+    """The next one saves there although the process of the first one takes long to end."""
+    code, output = run_script(tmp_path, CHIEF_LEAVES)
+    assert code == 0, output
+    assert "exited with code 143" in output
+    assert (tmp_path / "saved").exists()
+
+
 @pytest.mark.cover(["donate"], {True})
 @pytest.mark.parametrize("donate", [True, False])
 def test_every_row_counts_once_per_epoch(disturbed, donate):

@@ -2,7 +2,11 @@
 
 import os
 import pathlib
+import platform
+import subprocess
+import sys
 import time
+from types import SimpleNamespace
 
 import keras
 import numpy as np
@@ -216,6 +220,41 @@ def test_links_and_folders_of_the_names_of_checkpoints(tmp_path, checkpoint, put
     saved = [manager.save() for _ in range(3)]
     assert manager.checkpoints[-1:] == saved[-1:]
     assert saved[0] not in manager.checkpoints
+
+
+HOLDER = """
+import os, sys
+from pathlib import Path
+from phalanx._src.checkpoint import manager
+manager.occupy(Path(sys.argv[1]))
+# The lock does not last as long as the child of a data loader.
+if not os.fork():
+    sys.stdin.read()
+    os._exit(0)
+print("occupied", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_process_that_has_left_the_group(tmp_path, checkpoint, monkeypatch):
+    """In an elastic group, the new chief waits until it has ended, or has left the folder. In others, it is another program."""
+    command = [sys.executable, "-c", HOLDER, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "occupied\n"
+        saver = CheckpointManager(checkpoint, tmp_path, 2)
+        owner = f"process {holder.pid} on {platform.node()}"
+        with pytest.raises(CheckpointError, match=f"{owner} saves its checkpoints into this folder too"):
+            saver.save(options=NOW)
+        told = []
+        member = SimpleNamespace(is_late=False, is_between_steps=False)
+        monkeypatch.setattr(manager.membership, "own", lambda: member)
+        monkeypatch.setattr(manager, "note", lambda text: told.append(text) or holder.kill())
+        saver.save(options=NOW)
+        assert told == [f"waits until {owner} leaves {tmp_path}, into which it has saved its checkpoints"]
+        manager.leave_all(after_save=False)
+        assert not (tmp_path / ".phalanx-checkpoints.lock").exists()
+        saver.save(options=NOW)
+        assert (tmp_path / ".phalanx-checkpoints.lock").read_text() == f"process {os.getpid()} on {platform.node()}\n"
 
 
 def test_lock_that_is_a_pipe(tmp_path, checkpoint):

@@ -90,7 +90,7 @@ def test_layout_map_of_keras():
             5,
             r'layout=5: must be a keras.distribution.LayoutMap, a dict, fully_sharded\(\), or "auto".\nHINT: layout=\{',
         ),
-        ("automatic", r"layout='automatic': must be .*\nHINT: layout=\{"),
+        ("fsdp", r"layout='fsdp': must be .*\nHINT: layout=phalanx.fully_sharded\(\)"),
         ({"(": ("model",)}, r"the pattern '\(' of a layout: is not a regular expression: .*\nHINT"),
         ({"a": "model"}, r"the rule 'a': 'model': must have one axis or None per dim"),
         ({"a": (1,)}, r"the rule 'a': \(1,\): must have one axis"),

@@ -132,15 +132,25 @@ def sums_of_pieces(file: Path, ranks: Sequence[int]) -> dict[str, str]:
     return {str(rank): sums[rank] for rank in ranks}
 
 
+def is_writing() -> bool:
+    """Returns whether a write has not ended yet."""
+    return _writing is not None and _writing.is_alive()
+
+
 def wait() -> None:
     """Waits until all writes have ended.
 
     Raises:
       PhalanxError: one of them has failed.
     """
+    join()
+    raise_deferred()
+
+
+def join() -> None:
+    """Waits until all writes have ended. An error is raised later."""
     if _writing is not None:
         _writing.join()
-    raise_deferred()
 
 
 # Runs after Python has joined the writer, so that the error of the last save is known.

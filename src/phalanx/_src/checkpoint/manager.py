@@ -27,12 +27,15 @@ from phalanx._src.checkpoint.checkpoint import (
 )
 from phalanx._src.checkpoint.remote import absolute, as_os_error, is_remote, path_from
 from phalanx._src.checkpoint.store import SUFFIX, path_of, require_room
+from phalanx._src.cluster.watch import membership
 from phalanx._src.runtime.notes import note
 from phalanx.errors import CheckpointError, InvalidArgumentError, arguments, shown
 
 # In the folder, because the programs that share it may run on different machines.
 _LOCK = ".phalanx-checkpoints.lock"
 _HOUR_S = 3600.0
+_HANDOVER_S = 120.0
+"""Time in seconds until a process that has left the group has ended. NFS keeps the locks of a lost machine for 90 s by default."""
 _LONGEST_NAME = 200
 
 
@@ -399,9 +402,9 @@ class CheckpointManager:
                 f"the folder contains {older if number < latest[0] else 'a checkpoint of this name'}.",
                 f"manager.restore_or_initialize() before the first save; or use another folder; or save({latest[0] + 1})",
             )
+        # First the lock: another program may still write the files that are deleted below.
+        self._is_first |= not is_remote(self._directory) and occupy(self._directory)
         if self._is_first and not is_remote(self._directory):
-            # First the lock: another program may still write the files that are deleted below.
-            occupy(self._directory)
             for unfinished in self._directory.glob(f".{self._name}-*.part"):
                 with contextlib.suppress(OSError):
                     unfinished.unlink()
@@ -434,20 +437,56 @@ class CheckpointManager:
 
 
 _occupied: dict[str, int] = {}
-"""The folders that this process saves into, and the descriptors of their lock files. Open until the process ends."""
+"""The folders that this process saves into, and the descriptors of their lock files. Open until the process ends, or leaves them."""
 
 
-def occupy(directory: Path) -> None:
+def _close_in_child() -> None:
+    # The lock would last as long as a child that is forked, for example by a data loader.
+    for lock in _occupied.values():
+        os.close(lock)
+    _occupied.clear()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
+
+
+def occupy(directory: Path) -> bool:
     """Makes this process the only one that saves into a folder.
+
+    In an elastic group, it waits for a process that has left the group.
+
+    Returns:
+      Whether it was not so before.
 
     Raises:
       CheckpointError: another process saves into the folder, or the folder cannot be written to.
     """
-    file = directory / _LOCK
     # flock(2) locks of two descriptors conflict even in one process, so all managers of a folder share one descriptor.
     lock = _occupied.get(os.path.realpath(directory))
     if lock is not None and _is_lock(directory, lock):
-        return
+        return False
+    until_s, is_told = time.monotonic() + (_HANDOVER_S if membership.own() else 0.0), False
+    while (owner := _taken_by(directory)) is not None:
+        if time.monotonic() >= until_s:
+            raise CheckpointError(
+                f"a checkpoint in {directory}",
+                f"{owner} saves its checkpoints into this folder too, and each program would delete those of the other.",
+                "use another folder for each program; or end the other program",
+            )
+        if not is_told:
+            note(f"waits until {owner} leaves {directory}, into which it has saved its checkpoints")
+            is_told = True
+        time.sleep(_POLL_S)
+    return True
+
+
+def _taken_by(directory: Path) -> str | None:
+    """Tries to make this process the only one that saves into a folder. Returns None if it is, or else the name of the process that is.
+
+    Raises:
+      CheckpointError: the folder cannot be written to.
+    """
+    file = directory / _LOCK
     try:
         directory.mkdir(parents=True, exist_ok=True)
         # Other users may be able to write into the folder: a link would lead to another file, which is written to below.
@@ -465,21 +504,30 @@ def occupy(directory: Path) -> None:
         # The operating system releases the lock when the process ends, however it ends.
         # Not `lockf`, whose lock ends when this process closes any descriptor of the file.
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as e:
-        owner = os.read(lock, 200).decode(errors="replace").strip() or "another process"
+    except OSError:
+        owner = os.read(lock, 200).decode(errors="replace").strip()
         os.close(lock)
-        raise CheckpointError(
-            f"a checkpoint in {directory}",
-            f"{owner} saves its checkpoints into this folder too, and each program would delete those of the other.",
-            "use another folder for each program; or end the other program",
-        ) from e
+        return owner or "another process"
     if not _is_lock(directory, lock):  # Another process has left the folder since this one opened the file.
         os.close(lock)
-        occupy(directory)
-        return
+        return _taken_by(directory)
     os.truncate(lock, 0)  # Only now: until here, the text named the earlier owner.
     os.write(lock, f"process {os.getpid()} on {platform.node()}\n".encode())
     _occupied[os.path.realpath(directory)] = lock
+    return None
+
+
+def leave_all(*, after_save: bool) -> None:
+    """Leaves the folders that this process saves into, because it has left its group, or is not the chief of the next one.
+
+    Args:
+      after_save: whether to wait for a save that is under way. Without it, this process stays in its folders then.
+    """
+    if after_save:
+        background.join()
+    if not background.is_writing():
+        for directory in list(_occupied):
+            leave(Path(directory))
 
 
 def leave(directory: Path) -> None:

@@ -375,7 +375,7 @@ def layout_of(layout: LayoutLike) -> AbstractLayout | None:
         raise InvalidArgumentError(
             f"layout={shown(layout)}",
             'must be a keras.distribution.LayoutMap, a dict, fully_sharded(), or "auto".',
-            "layout=phalanx.fully_sharded()" if layout is fully_sharded else _RULES,
+            "layout=phalanx.fully_sharded()" if layout is fully_sharded or isinstance(layout, str) else _RULES,
         )
     return PathRules(layout)
 
