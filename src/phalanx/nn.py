@@ -29,7 +29,7 @@ def compute_average_loss(
     ignored.
 
     Args:
-      per_example_loss: array (per_replica_batch, ...) of losses.
+      per_example_loss: array (per_replica_batch, ...) of losses. The losses of one row, for example of its tokens, are added.
       sample_weight: weights. Their leading dims must broadcast to those of the losses.
       global_batch_size: an integer of at least 0. None is the number of losses of all replicas, without those of padding.
 

@@ -294,7 +294,10 @@ def test_arrays_of_different_lengths(cluster_of, method):
         assert text.startswith(
             "InputError: one dataset that is split over all workers: worker 0 has 1003 rows, 16 batches, 64"
         )
-        assert "; worker 1 has 1002 rows, 16 batches, 64 rows in a batch.\nHINT: the same data on all" in text
+        assert (
+            "; worker 1 has 1002 rows, 16 batches, 64 rows in a batch.\nHINT: the same data and batch_size on all"
+            in text
+        )
 
 
 @pytest.mark.cover(["rows"], [[128, 129]])

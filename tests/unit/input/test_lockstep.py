@@ -165,7 +165,7 @@ def test_data_that_all_divide(other, found):
             require_same_data([facts, other][index], exchange)
         return str(e.value)
 
-    text = f"worker 0 has 10 rows, 3 batches, 4 rows in a batch; worker 1 has {found}.\nHINT: the same data on all"
+    text = f"worker 0 has 10 rows, 3 batches, 4 rows in a batch; worker 1 has {found}.\nHINT: the same data and batch_size on all"
     assert all(text in said for said in together(2, work))
 
 

@@ -319,6 +319,8 @@ class Training:
                 answers = [text.unpacked(answer) for answer in coordination.share_each(offers, "offers")]
             choice = choose([[Offer.of_notes(notes) for notes in of_process] for _, of_process in answers])
             if choice is None:
+                # Otherwise one that has not read all offers yet would see no more than that another one has failed, and would try again.
+                coordination.share_each(b"read", "offers are read")
                 raise _copies_are_lost() from None
             self._strategy.move(choice.source)
             topology = self._strategy.topology

@@ -27,7 +27,7 @@ AHEAD = 8
 
 _FAILED = -1
 _SAME_DATA = (
-    "the same data on all workers; or, if each has its own data, strategy.distribute_datasets_from_function, or "
+    "the same data and batch_size on all workers; or, if each has its own data, strategy.distribute_datasets_from_function, or "
     "phalanx.keras.DatasetCreator in fit"
 )
 

@@ -508,7 +508,7 @@ def whole(array: jax.Array, name: str) -> np.ndarray:
         raise ContextError(
             f"{name} was read on rank {jax.process_index()}",
             f"no process holds all of it, so all must read it at the same time, but {difference}.",
-            "make this call on every process, not on the chief alone; phalanx.train.CheckpointManager(...).save() writes one file from all of them",
+            "make this call on every process, not on the chief alone; phalanx.train.CheckpointManager(...).save() writes one checkpoint from all of them",
         )
     with _dispatching(is_step=False):
         return np.asarray(multihost_utils.process_allgather(array, tiled=True))
