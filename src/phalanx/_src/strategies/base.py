@@ -180,7 +180,7 @@ class Strategy(AbstractInputs, AbstractResults):
         # One call, so that all gradients that are not sharded can share buffers.
         whole = self.aggregate_gradients([g if dim is None else None for g, dim in zip(grads, dims, strict=True)])
         return [
-            w if dim is None else psum_scatter(g, REPLICA_AXIS, dim=dim)
+            w if dim is None or g is None else psum_scatter(g, REPLICA_AXIS, dim=dim)
             for w, g, dim in zip(whole, grads, dims, strict=True)
         ]
 
