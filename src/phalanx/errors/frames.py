@@ -80,13 +80,10 @@ def _user_frame() -> FrameType | None:
 def place_of(error: BaseException) -> Place | None:
     """Returns the innermost line of user code in the traceback of an error, or None."""
     entries = [tb for tb in _entries(error.__traceback__) if is_of_user(_filename(tb))]
-    return (
-        Place(
-            _filename(entries[-1]), entries[-1].tb_lineno, _columns(entries[-1].tb_frame.f_code, entries[-1].tb_lasti)
-        )
-        if entries
-        else None
-    )
+    if not entries:
+        return None
+    last = entries[-1]
+    return Place(_filename(last), last.tb_lineno, _columns(last.tb_frame.f_code, last.tb_lasti))
 
 
 def place_in(traceback: object) -> Place | None:
