@@ -656,6 +656,13 @@ FAULTS = [
         "unit/keras/test_programs.py",
     ),
     Fault(
+        "fit keeps the slower number of steps per execution",
+        "pace:Pace._decide",
+        "_GAIN * single_s",
+        "single_s / _GAIN",
+        "unit/keras/test_pace.py",
+    ),
+    Fault(
         "the state of a transformation of Optax is whole on each replica",
         "optax_optimizer:_owner",
         "if variable is not None and tuple(variable.shape) == shape:",
@@ -1024,7 +1031,7 @@ FAULTS = [
     ),
     Fault(
         "two programs save into one folder",
-        "manager:_taken_by",
+        "folder_lock:_taken_by",
         "fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "pass",
         "unit/checkpoint/test_manager.py",

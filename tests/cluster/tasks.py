@@ -39,6 +39,7 @@ from training import (  # noqa: F401
     estimated,
     first_values,
     fit,
+    fit_that_chooses,
     interrupted,
     loop,
     loop_on_pairs,

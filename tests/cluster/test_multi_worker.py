@@ -107,6 +107,14 @@ def one_device_model(optimizer=None):
     return training.small_model(phalanx.OneDeviceStrategy("cpu:0"), optimizer)
 
 
+def test_workers_choose_the_same_steps_per_execution(cluster_of):
+    """The first worker decides, because each has measured other times."""
+    got, alone = replies(cluster_of(2, 1), "fit_that_chooses")[0], one_device_model()
+    alone.fit(training.X, training.Y, batch_size=6, shuffle=False, verbose=0)
+    assert got["number"] == 16
+    same(got["weights"], alone.get_weights())
+
+
 def test_predict_of_an_eager_model(cluster_of):
     """Each process has the rows of all, also without a program that gathers them."""
     rows = replies(cluster_of(2, 1), "predict_eagerly")[0]

@@ -4,6 +4,7 @@ import contextlib
 import io
 import math
 import re
+import unittest.mock
 from collections.abc import Iterator
 from typing import Any
 
@@ -399,6 +400,25 @@ def small_model(strategy: phalanx.Strategy, optimizer: keras.Optimizer | None = 
         model = keras.Sequential([keras.Input((WIDTH,)), keras.layers.Dense(1)])
         model.compile(optimizer or keras.optimizers.SGD(0.1), "mse")
     return model
+
+
+def fit_that_chooses(strategy: phalanx.Strategy) -> dict[str, Any]:
+    """`fit` with `steps_per_execution="auto"`. Many steps per execution are faster by the clock of the first worker only."""
+    model, now_s = small_model(strategy), 0.0
+    model.steps_per_execution = "auto"
+    times = {1: 0.001, 16: 0.001 if strategy.topology.is_chief else 0.1}
+
+    def later(batch: int, logs: Any) -> None:
+        nonlocal now_s
+        now_s += times[model.steps_per_execution]
+
+    def now() -> float:
+        return now_s
+
+    with unittest.mock.patch("phalanx.keras.pace.perf_counter", now):
+        callback = keras.callbacks.LambdaCallback(on_train_batch_end=later)
+        model.fit(X, Y, batch_size=6, shuffle=False, verbose=0, callbacks=[callback])
+    return {"number": model.steps_per_execution, "weights": model.get_weights()}
 
 
 def different_rows(strategy: phalanx.Strategy, rows: list[int], method: str, source: str) -> None:

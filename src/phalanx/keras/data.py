@@ -87,6 +87,10 @@ class EpochData:
       fresh: see `Order`.
       **data: further arguments of Keras's data adapters, such as `y` and `batch_size`.
 
+    Attributes:
+      group: number of batches of the next execution.
+      stacked: number of them that one program runs.
+
     Raises:
       InputError: the data is known to be endless, and `steps` is None.
     """
@@ -106,8 +110,8 @@ class EpochData:
         if most and (steps is None or steps > most):
             warnings.warn(f"Limiting steps_per_epoch to {most}", stacklevel=3)
             steps = most
-        self._steps, self._group = steps, group
-        self._stacked = group if is_stacked else 1
+        self._steps, self.group = steps, group
+        self.stacked = group if is_stacked else 1
         self._iterator: DistributedIterator | None = None
         self._is_empty, self._is_used_up = True, False
         self._reads_beside = False
@@ -155,7 +159,7 @@ class EpochData:
     @property
     def num_groups(self) -> int | None:
         """The number of groups per epoch that `epoch` yields at most; None if it is unknown."""
-        return self.num_batches and -(-self.num_batches // self._group)
+        return self.num_batches and -(-self.num_batches // self.group)
 
     @property
     def element_spec(self) -> PyTree:
@@ -200,9 +204,9 @@ class EpochData:
         self._reading = iterator
         self._require_same_order(iterator)
         while self._steps is None or done < self._steps:
-            num_steps = self._group if self._steps is None else min(self._group, self._steps - done)
+            num_steps = self.group if self._steps is None else min(self.group, self._steps - done)
             self._before = done, iterator.position
-            parts = list(_parts(iterator, self._stacked, num_steps))
+            parts = list(_parts(iterator, self.stacked, num_steps))
             # The last epoch ended exactly at the end of the data.
             if not parts and goes_on and not done:
                 goes_on, iterator = None, self._new_iterator()

@@ -19,8 +19,12 @@ from phalanx._src.strategies.base import Strategy
 from phalanx._src.tracing.scope import innermost
 from phalanx._src.tracing.strategy import Updates
 from phalanx._src.typed_jax import block_until_ready
+from phalanx.errors import arguments
 from phalanx.keras import predictions, steps
 from phalanx.typing import PyTree
+
+AUTO = "auto"
+"""The value of `steps_per_execution` in `compile` with which `fit` chooses the number."""
 
 # A step holds its batch until it ends. JAX limits the number of steps that wait on a CPU to 32, and not their bytes.
 _MOST_WAITING = 32
@@ -29,9 +33,23 @@ _MOST_WAITING_BYTES = 16 << 20
 ReplicaStep = Callable[[keras.Model, Any], Any]
 
 
+def steps_per_execution(model: keras.Model) -> int:
+    """Returns how many steps one program of a model runs now.
+
+    Raises:
+      InvalidArgumentError: `compile` was called with something else than a number or "auto".
+    """
+    number = model.steps_per_execution
+    return (
+        1
+        if number == AUTO
+        else arguments.integer("steps_per_execution", number, hint='steps_per_execution=16, or "auto"')
+    )
+
+
 def is_single(model: keras.Model, strategy: Strategy) -> bool:
     """Whether a program of a model runs one step."""
-    return model.steps_per_execution == 1 or strategy.updates is not Updates.IN_REPLICAS or model.run_eagerly
+    return model.steps_per_execution in (1, AUTO) or strategy.updates is not Updates.IN_REPLICAS or model.run_eagerly
 
 
 @final

@@ -18,6 +18,7 @@ from phalanx._src.tracing.records import defaults, restored
 from phalanx._src.typed_jax import block_until_ready
 from phalanx.errors import InvalidArgumentError, arguments, shown
 from phalanx.keras import projector
+from phalanx.keras.programs import steps_per_execution
 from phalanx.keras.tracking import ScalarCallback
 from phalanx.summary.traces import CalledPrograms
 from phalanx.typing import PyTree
@@ -116,7 +117,7 @@ class TensorBoard(ScalarCallback):
     def on_test_batch_begin(self, batch: int, logs: PyTree = None) -> None:
         """Makes the writer of the validation the default."""
         self._record_layers("validation", self._tested)
-        self._tested += self.model.steps_per_execution
+        self._tested += steps_per_execution(self.model)
 
     @override
     def on_epoch_end(self, epoch: int, logs: PyTree = None) -> None:
@@ -170,7 +171,7 @@ class TensorBoard(ScalarCallback):
     def _record_layers(self, part: str, done: int) -> None:
         """Makes the next step record what layers give to `phalanx.summary`, if its batch is one that is written."""
         if self.is_default and self._every:
-            after = done + self.model.steps_per_execution
+            after = done + steps_per_execution(self.model)
             self._writer(part).set_as_default(done + 1)
             # With `steps_per_execution`, one of several batches may be due.
             defaults.condition, defaults.is_traced = after // self._every > done // self._every, False

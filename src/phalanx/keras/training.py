@@ -33,7 +33,6 @@ from phalanx.errors import (
     InvalidArgumentError,
     MissingDependencyError,
     PeerLostError,
-    arguments,
     warn_of_slip,
 )
 from phalanx.keras import predictions, steps
@@ -42,7 +41,8 @@ from phalanx.keras.backup import BackupAndRestore, FitProgress, informed
 from phalanx.keras.callbacks import Callbacks, fills_log, runs_user_code
 from phalanx.keras.data import EpochData, steps_in
 from phalanx.keras.handover import WRITERS, Marks, Run, require_whole_weights
-from phalanx.keras.programs import ReplicaStep, StepProgram, WaitingSteps, is_single
+from phalanx.keras.pace import Pace, pace_of
+from phalanx.keras.programs import ReplicaStep, StepProgram, WaitingSteps, is_single, steps_per_execution
 from phalanx.keras.tensorboard import writing
 from phalanx.typing import PyTree
 
@@ -63,6 +63,7 @@ class ModelTrainer:
         self._predict = self._program(steps.predict)
         self._hears_batches = False
         self._training: Training | None = None
+        self._pace: Pace | None = None
         self._fresh: IdentityMap[Marks] = IdentityMap()
         self._fresh_data: IdentityMap[State] = IdentityMap()
 
@@ -135,11 +136,13 @@ class ModelTrainer:
                 )
                 if _any_of(hooks.callbacks, BackupAndRestore):
                     run.restore_states()
-                self._training = training
+                self._training, self._pace = training, pace_of(model, self._strategy, run)
                 try:
                     logs = self._epochs(run, interrupts) if training is None else self._elastic_epochs(run, interrupts)
                 finally:
-                    self._training = None  # It holds the data.
+                    if self._pace is not None:
+                        self._pace.end()
+                    self._training = self._pace = None  # They hold the data.
                     # Replaces the weights by their moving averages if the optimizer has `use_ema`, as Keras does.
                     if epochs > 0 and model.optimizer is not None:
                         compat.finalize(model.optimizer, model.trainable_weights)
@@ -383,6 +386,9 @@ class ModelTrainer:
         begin, end = compat.batch_hooks(callbacks, kind)
         has_peers = self._has_peers
         waiting: WaitingSteps | None = None
+        pace = self._pace if kind == "train" else None
+        if pace is not None:
+            pace.begin()
         for first, parts in data.epoch():
             is_new = training is None or training.begin_steps(first + steps_in(parts))
             if is_new:
@@ -399,6 +405,8 @@ class ModelTrainer:
                     training.end_steps(steps_in(parts))
                 if is_new:
                     end(first + steps_in(parts) - 1, logs)
+            if pace is not None and pace.add(steps_in(parts), logs):
+                waiting = None  # The batches of the next execution have another size.
             is_wanted = model.stop_training if kind == "train" else model.stop_evaluating
             # One process asks nobody, which saves a call per step.
             if stops(is_wanted, self._topology) if has_peers else is_wanted:
@@ -426,8 +434,7 @@ class ModelTrainer:
         return self._model
 
     def _data(self, x: PyTree, num_steps: int | None, **data: PyTree) -> EpochData:
-        group = arguments.integer("steps_per_execution", self._model.steps_per_execution, hint="steps_per_execution=16")
-        is_stacked, fresh = not self._is_single, self._fresh_data
+        group, is_stacked, fresh = steps_per_execution(self._model), not self._is_single, self._fresh_data
         return EpochData(self._strategy, x, steps=num_steps, group=group, is_stacked=is_stacked, fresh=fresh, **data)
 
     def _validation_data(self, data: PyTree, batch_size: int | None, num_steps: int | None) -> EpochData:

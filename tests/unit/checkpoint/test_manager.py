@@ -14,7 +14,7 @@ import pytest
 from tests import forks
 
 from phalanx import train
-from phalanx._src.checkpoint import manager
+from phalanx._src.checkpoint import folder_lock, manager
 from phalanx.errors import CheckpointError, InvalidArgumentError
 from phalanx.train import Checkpoint, CheckpointManager, CheckpointOptions
 
@@ -225,8 +225,8 @@ def test_links_and_folders_of_the_names_of_checkpoints(tmp_path, checkpoint, put
 HOLDER = """
 import os, sys
 from pathlib import Path
-from phalanx._src.checkpoint import manager
-manager.occupy(Path(sys.argv[1]))
+from phalanx._src.checkpoint import folder_lock, manager
+folder_lock.occupy(Path(sys.argv[1]))
 # The lock does not last as long as the child of a data loader.
 if not os.fork():
     sys.stdin.read()
@@ -247,11 +247,11 @@ def test_process_that_has_left_the_group(tmp_path, checkpoint, monkeypatch):
             saver.save(options=NOW)
         told = []
         member = SimpleNamespace(is_late=False, is_between_steps=False)
-        monkeypatch.setattr(manager.membership, "own", lambda: member)
-        monkeypatch.setattr(manager, "note", lambda text: told.append(text) or holder.kill())
+        monkeypatch.setattr(folder_lock.membership, "own", lambda: member)
+        monkeypatch.setattr(folder_lock, "note", lambda text: told.append(text) or holder.kill())
         saver.save(options=NOW)
         assert told == [f"waits until {owner} leaves {tmp_path}, into which it has saved its checkpoints"]
-        manager.leave_all(after_save=False)
+        folder_lock.leave_all(after_save=False)
         assert not (tmp_path / ".phalanx-checkpoints.lock").exists()
         saver.save(options=NOW)
         assert (tmp_path / ".phalanx-checkpoints.lock").read_text() == f"process {os.getpid()} on {platform.node()}\n"

@@ -204,7 +204,7 @@ PRIVATE = {
     "_src/cluster/processes/training.py": "in a folder of this user",
     "_src/cluster/untrusted.py": "see above",
     "_src/checkpoint/remote.py": "in a temporary folder of this user",
-    "_src/checkpoint/manager.py": "a lock, which is not written to",
+    "_src/checkpoint/folder_lock.py": "a lock, which may not be a link",
     "_src/checkpoint/store.py": "an archive in a file that is open",
     "_src/parameter_server/processes/session.py": "in a folder of this user",
     "_src/tools/bench/recorder.py": "in a temporary folder of this user",

@@ -150,13 +150,6 @@ def test_stop_within_an_epoch_loses_no_batch(strategy):
     assert next(batches) == 2
 
 
-def test_number_of_steps_per_execution_is_a_number(strategy):
-    """Phalanx has no measurement that finds one."""
-    model = under(strategy, compiled(steps_per_execution="auto"))
-    with pytest.raises(InvalidArgumentError, match="steps_per_execution='auto'(.|\n)*HINT: steps_per_execution=16"):
-        model.fit(X, Y, verbose=0)
-
-
 def test_no_program_anew_for_each_epoch(strategy):
     """One compilation serves all epochs, the short batch, and rows of other widths."""
     (ours, theirs), traced = twins(strategy, compiled(steps_per_execution=4)), []

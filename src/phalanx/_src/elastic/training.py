@@ -12,7 +12,7 @@ from typing import Any, Protocol, final
 import numpy as np
 
 from phalanx._src import compat
-from phalanx._src.checkpoint import manager, text
+from phalanx._src.checkpoint import folder_lock, text
 from phalanx._src.cluster.processes.notices import Notices
 from phalanx._src.cluster.watch import membership, watch
 from phalanx._src.elastic.copies import Copier, Copy, Holding, fingerprint, present, put_shares, variables_to_move
@@ -257,7 +257,7 @@ class Training:
         if self._member.is_leaving:
             bootstrap.leave()
             self._member.close()
-            manager.leave_all(after_save=True)
+            folder_lock.leave_all(after_save=True)
             raise SystemExit(128 + signal.SIGTERM)
         copies = self._copies_to_offer(cause)
         if not copies:
@@ -301,7 +301,7 @@ class Training:
     def _try_to_change(self, copies: list[Copy], uncopied: "IdentityMap[Holding]") -> None:
         bootstrap.leave()
         # Another process may be the chief of the next generation, while this one is cut off.
-        manager.leave_all(after_save=False)
+        folder_lock.leave_all(after_save=False)
         # A compiled program keeps the devices of the last group alive.
         forget_all()
         generation = self._member.meet(call=self._call, progress=copies[-1].progress)
@@ -345,7 +345,7 @@ class Training:
             compat.move_layout(variable, topology.sharding_of_new(compat.layout_path(variable), kind.shape))
         put_shares(chosen or copies[-1], topology)
         if not topology.is_chief:
-            manager.leave_all(after_save=True)
+            folder_lock.leave_all(after_save=True)
         self._progress.move(topology)
         self._progress.set_position(position)
         self._copies, self._brought = copies if chosen is None else [chosen], []

@@ -2,7 +2,6 @@
 """`Strategy`: the public methods, built on a few hooks that each strategy overrides."""
 
 import difflib
-import functools
 import inspect
 import itertools
 import os
@@ -33,6 +32,7 @@ from phalanx._src.programs.replicas import trace_run
 from phalanx._src.programs.slots import components_of
 from phalanx._src.runtime.notes import note
 from phalanx._src.runtime.observers import observers
+from phalanx._src.strategies.arguments import explaining
 from phalanx._src.strategies.extended import StrategyExtended
 from phalanx._src.strategies.inputs import AbstractInputs
 from phalanx._src.strategies.results import AbstractResults
@@ -45,7 +45,7 @@ from phalanx._src.tracing.scope import innermost
 from phalanx._src.tracing.strategy import Update, Updates
 from phalanx._src.tracing.structure import add_once
 from phalanx._src.typed_jax import psum_scatter
-from phalanx.errors import CallError, ContextError, InvalidArgumentError, arguments, shown
+from phalanx.errors import ContextError, InvalidArgumentError, arguments, shown
 from phalanx.errors.frames import boundary, hide
 from phalanx.typing import PyTree
 
@@ -86,7 +86,7 @@ class Strategy(AbstractInputs, AbstractResults):
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
         if "__init__" in vars(cls):
-            cls.__init__ = _explaining(cls.__init__)  # type: ignore[method-assign]
+            cls.__init__ = explaining(cls.__init__, Strategy)  # type: ignore[method-assign]
 
     def __init__(self) -> None:
         follow(os.environ)
@@ -488,51 +488,6 @@ class Strategy(AbstractInputs, AbstractResults):
     def __repr__(self) -> str:
         names = list(map(device_name, self.topology.devices))
         return f"{type(self).__name__}({names})"
-
-
-def _explaining(init: Callable[..., None]) -> Callable[..., None]:
-    """Wraps a constructor so that it explains why it does not take an argument that other strategies take."""
-    parameters = inspect.signature(init).parameters
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-
-    @functools.wraps(init)
-    def explained_init(self: Strategy, *args: object, **kwargs: object) -> None:
-        unknown = () if takes_all else [name for name in kwargs if name not in parameters]
-        for name in unknown:
-            reason, hint = type(self)._explanation, _suggested(type(self), name, list(parameters))
-            # Without a suggestion, Python's own error is as good.
-            if reason and hint:
-                called = f"{type(self).__name__}({name}={shown(kwargs[name])})"
-                raise CallError(called, f"it has no argument {name!r}: {reason}", hint)
-        init(self, *args, **kwargs)
-
-    return explained_init
-
-
-def _suggested(cls: type[Strategy], name: str, parameters: Sequence[str]) -> str:
-    """Returns the line to write instead of an argument that a class does not take, or an empty text."""
-    if name in cls._instead:
-        return cls._instead[name]
-    if near := difflib.get_close_matches(name, parameters, n=1, cutoff=0.7):
-        return f"{cls.__name__}({near[0]}=...)"
-    if any(_takes(base, name) for base in cls.__mro__[1:]):
-        return f"phalanx.{cls.__name__}({name}=...)"  # The class of `phalanx.experimental` has the same name.
-    return " or ".join(
-        sorted({f"{other.__name__}({name}=...)" for other in _subclasses(Strategy) if _takes(other, name)})
-    )
-
-
-def _takes(cls: type, name: str) -> bool:
-    """Returns whether a strategy that users create has an argument with several values."""
-    if "_explanation" not in vars(cls) or cls is Strategy:
-        return False
-    parameter = inspect.signature(cls).parameters.get(name)
-    return parameter is not None and parameter.annotation is not None
-
-
-def _subclasses(cls: type) -> list[type]:
-    children: list[type] = cls.__subclasses__()
-    return [*children, *(each for child in children for each in _subclasses(child))]
 
 
 # Python's own errors about arguments then name the class that users know.
