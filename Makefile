@@ -4,7 +4,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 DEMO_INSTALLED := .venv/.demo-installed
 
-.PHONY: help demo demo-crash demo-multi-worker demo-ps pictures gallery test-fast test test-all draws mutants test-hub test-slurm test-sources test-topologies test-oldest test-newest coverage coverage-no-jax bench gpu soak check docs dist clean
+.PHONY: help demo demo-crash demo-multi-worker demo-ps pictures gallery test-fast test test-all draws mutants test-hub test-slurm test-sources test-topologies test-oldest test-newest coverage coverage-no-jax bench bench-report gpu soak check docs dist clean
 
 help: ## list these targets
 	@sed -nE 's/^([a-z-]+):.*## (.*)/make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 25
@@ -110,6 +110,11 @@ mutants: $(INSTALLED) ## apply small faults to a copy of the sources, and show w
 
 bench: $(INSTALLED) ## run all benchmarks
 	$(BIN)/python -m benchmarks
+
+# On a quiet machine. The page shows what has run, even if some benchmarks fail.
+bench-report: $(INSTALLED) $(DEMO_INSTALLED) ## run all benchmarks in full, which takes hours, and write docs/benchmark_report.md
+	-$(BIN)/python -m benchmarks
+	$(BIN)/python -m benchmarks.page
 
 # With the JAX and Keras of PYTHON: needs no network and installs nothing. pytest runs the contract rows, if it is there.
 gpu: ## on a machine with GPUs: run the contract rows that fit and five benchmarks, and write out/gpu-report.md

@@ -5,10 +5,14 @@
 one row, to see that they work.
 """
 
+import datetime
+import importlib.metadata
 import itertools
 import json
 import os
 import platform
+import re
+import sys
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -78,6 +82,8 @@ class Report:
         content = {
             "name": self.name,
             "title": self.title,
+            "date": datetime.date.today().isoformat(),
+            "command": " ".join(["python -m benchmarks", self.name, *_options()]),
             "machine": _machine(),
             "columns": self.columns,
             "rows": [list(map(text_of, row)) for row in self.rows],
@@ -108,5 +114,21 @@ def text_of(cell: Any) -> str:
     return f"{cell:.3f}" if isinstance(cell, float) else str(cell)
 
 
-def _machine() -> dict[str, Any]:
-    return {"cores": os.cpu_count(), "processor": platform.machine(), "python": platform.python_version()}
+def _options() -> list[str]:
+    """Returns the options of the command that runs. The names of benchmarks stand before them."""
+    return list(itertools.dropwhile(lambda argument: not argument.startswith("-"), sys.argv[1:]))
+
+
+def _machine() -> dict[str, str]:
+    """Returns facts of the machine and of the software."""
+    try:
+        names = re.findall(r"(?m)^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        names = []
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "keras", "numpy")}
+    return {
+        "cores": str(os.cpu_count()),
+        "processor": names[0] if names else platform.machine(),
+        "python": platform.python_version(),
+        **versions,
+    }
