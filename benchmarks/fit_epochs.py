@@ -28,15 +28,15 @@ class Clock(keras.callbacks.Callback):
 
 
 class _Results(keras.callbacks.Callback):
-    """Keeps the loss and the accuracy so far after every 16 steps."""
+    """Keeps the loss and the accuracy so far after every 16 steps, by the last batch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[float] = []
+        self.found: dict[str, list[float]] = {}
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if (batch + 1) % _COMPARED == 0:
-            self.found += [float(logs["loss"]), float(logs["accuracy"])]
+            self.found[str(batch)] = [float(logs["loss"]), float(logs["accuracy"])]
 
 
 class _FirstStep(keras.callbacks.Callback):
@@ -58,7 +58,7 @@ class _Fit:
       steps_per_execution: as `compile` takes it.
     """
 
-    def __init__(self, library: str, case: str, steps: int, steps_per_execution: int = 1) -> None:
+    def __init__(self, library: str, case: str, steps: int, steps_per_execution: int | str = 1) -> None:
         self.steps, self._rows = steps, len(NAMES) * CASES[case].per_replica_batch
         self._x, self._y = CASES[case].batch(len(NAMES) * steps)
         with _scope(library):
@@ -88,8 +88,8 @@ def _scope(library: str) -> AbstractContextManager[Any]:
     return distribution.scope()
 
 
-def prepare(library: str, case: str, steps: int, steps_per_execution: int) -> list[float]:
-    """Makes the model, trains it for an epoch, and returns loss and accuracy after every 16 steps of it."""
+def prepare(library: str, case: str, steps: int, steps_per_execution: int | str) -> dict[str, list[float]]:
+    """Makes the model, trains it for an epoch, and returns loss and accuracy after every 16 steps of it that end an execution."""
     _fits.append(_Fit(library, case, steps, steps_per_execution))
     results = _Results()
     _fits[0](1, results)
