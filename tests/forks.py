@@ -136,17 +136,21 @@ def serve(connection):
         reader, writer = os.pipe()
         if (pid := os.fork()) == 0:
             between = os.getpid()
-            if child := os.fork():
-                os.write(writer, b"%d" % child)
+            if os.fork():
                 os._exit(0)
             while os.getppid() == between:  # The program may ask for its parent at once.
                 time.sleep(0.001)
             connection.detach()  # Its number may belong to another file when the object is collected.
-            return pickle.loads(message), fds
+            request = pickle.loads(message)
+            if request["session"]:
+                os.setsid()
+            os.write(writer, b"%d" % os.getpid())
+            return request, fds
+        os.close(writer)
         os.waitpid(pid, 0)
-        # Now the child of that process belongs to the process that asked.
+        # The child of that process belongs to the process that asked now, and can be killed by its group.
         connection.send(os.read(reader, 64))
-        for fd in (reader, writer, *fds):
+        for fd in (reader, *fds):
             os.close(fd)
 
 
@@ -154,8 +158,6 @@ def become(request, fds):
     """Makes this fork the process that was requested, and runs its program."""
     _take(dict(zip(request["places"], fds, strict=True)))
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if request["session"]:
-        os.setsid()
     if request["group"] not in (None, -1):
         os.setpgid(0, request["group"])
     if request["network"]:

@@ -656,6 +656,8 @@ def test_failure_after_the_training(disturbed):
 
 
 MACHINES = """
+with open(here / "begun", "a") as file:
+    file.write(f"{os.getpid()}\\n")
 strategy = phalanx.MultiWorkerMirroredStrategy()
 with strategy.scope():
     seen = keras.Variable(np.zeros(24, "float32"), aggregation="sum")
@@ -672,6 +674,14 @@ for total in phalanx.elastic.steps(step, dataset, epochs=80):
     pause()
 print("seen", len(set(np.asarray(seen.value).tolist())), phalanx._src.cluster.watch.membership.own().number, flush=True)
 """
+
+
+def is_running(pid):
+    """Whether a process has not ended. What it leaves until its parent looks does not count."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 class Machines:
@@ -718,6 +728,10 @@ class Machines:
         launcher.kill()
         launcher.wait()
 
+    def running(self):
+        """The ids of the processes that have begun and have not ended."""
+        return {int(pid) for pid in (self.folder / "begun").read_text().split() if is_running(pid)}
+
     @property
     def output(self):
         """The output of all launchers."""
@@ -743,7 +757,7 @@ class Machines:
 
 
 def test_group_of_several_machines(tmp_path):
-    """A process dies, a whole machine does, and comes back: the others go on each time, and all have the same result."""
+    """A process dies, a whole machine does while it starts another, and comes back: the others go on each time, and all have the same result."""
     port = free_ports(1)[0]
     addresses = [f"127.0.0.1:{port}", f"127.0.0.2:{port}"]
     with Machines(tmp_path, addresses) as machines:
@@ -751,8 +765,10 @@ def test_group_of_several_machines(tmp_path):
         machines.start(1)
         pids = machines.wait_for(4, (0, 1, 2, 3))
         os.kill(pids[3], 9)
-        machines.wait_for(3, (0, 1, 2))
+        wait_until(lambda: machines.running() - set(pids))
         machines.kill(1)
+        # The process that was started later ends too.
+        wait_until(lambda: machines.running() == set(pids[:2]))
         machines.wait_for(2, (0, 1))
         machines.start(1)
         machines.wait_for(4, (0, 1, 2, 3))

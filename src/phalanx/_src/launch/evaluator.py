@@ -124,6 +124,7 @@ class EvaluatorProcess:
         try:
             group.start()
         except StartupError as error:
+            group.end(0.0)
             self._say(str(error))
             self._plan_restart(Ending(spec.name, _CANNOT_START, 0.0))
         else:

@@ -67,12 +67,12 @@ class Group:
         Raises:
           StartupError: a process cannot be started.
         """
+        # The guard only matters if this process is killed, so the workers can run without it.
+        with suppress(OSError):
+            self._guard = guard(self._mark)
         for spec in self._specs:
             # If one cannot be started, `end` finds those before it here.
             self._workers.append(self._started(spec))
-        # The guard only matters if this process is killed, so the workers can run without it.
-        with suppress(OSError):
-            self._guard = guard(self._workers, self._mark)
 
     def run(self) -> None:
         """Forwards output until a process fails, all have ended, a signal arrives, or the output cannot be written."""
@@ -122,6 +122,8 @@ class Group:
             raise StartupError(
                 f"the command of {spec.name}: {' '.join(spec.argv)}", f"cannot be started: {error}."
             ) from error
+        if self._guard is not None:
+            self._guard.watch(group for worker in (*self._alive(), process) for group in worker.groups)
         self._relay.add(process.streams)
         return process
 

@@ -144,9 +144,9 @@ class WorkerProcess(AbstractWorkerProcess):
             os.killpg(self.pid, number)
 
 
-def guard(workers: Sequence[AbstractWorkerProcess], mark: str) -> Guard:
-    """Starts a guard that kills the workers and all processes that they have started, if the launcher is killed."""
-    return Guard(f"{MARK}={mark}", groups=[group for worker in workers for group in worker.groups])
+def guard(mark: str) -> Guard:
+    """Starts a guard that kills workers with this mark and all processes that they have started, if the launcher is killed."""
+    return Guard(f"{MARK}={mark}")
 
 
 def strays(mark: str, workers: Sequence[AbstractWorkerProcess]) -> list[int]:

@@ -65,9 +65,10 @@ class NodeHost:
         spec = replace(
             spec, argv=(sys.executable, *spec.argv[1:]), environment=environment_on_node(os.environ, spec.environment)
         )
-        self._mark, self._process = mark, WorkerProcess(spec, mark, time.monotonic())
         # Ray kills this process if the launcher, or what connects this node with it, is gone.
-        self._guard = guard([self._process], mark)
+        self._guard = guard(mark)
+        self._mark, self._process = mark, WorkerProcess(spec, mark, time.monotonic())
+        self._guard.watch(self._process.groups)
         return self._process.pid
 
     def read(self) -> list[tuple[bool, bytes]] | int:

@@ -72,13 +72,15 @@ def test_grace_period_spares_processes_that_end(mark):
 
 
 def test_a_killed_process_takes_all_along(mark, tmp_path):
-    """The guard kills the marked processes and a group, and removes the folder."""
+    """The guard kills the marked processes and the group that it was told last, in a whole line, and removes the folder."""
     folder = tmp_path / "folder"
     folder.mkdir()
-    with started(SLEEP, mark), subprocess.Popen(SLEEP, stdout=subprocess.PIPE, start_new_session=True) as group:
+    own = {"stdout": subprocess.PIPE, "start_new_session": True}
+    with started(SLEEP, mark), subprocess.Popen(SLEEP, **own) as group, subprocess.Popen(SLEEP, **own) as other:
         code = (
             "import signal\nfrom phalanx._src.cluster.processes.guard import Guard\n"
-            f"guard = Guard({mark!r}, {str(folder)!r}, [{group.pid}])\nprint(1, flush=True)\nsignal.pause()"
+            f"guard = Guard({mark!r}, {str(folder)!r})\nguard.watch([{other.pid}])\nguard.watch([{group.pid}])\n"
+            f"guard._process._process.stdin.raw.write(b'{other.pid}')\nprint(1, flush=True)\nsignal.pause()"
         )
         with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as owner:
             assert owner.stdout.readline()
@@ -87,6 +89,8 @@ def test_a_killed_process_takes_all_along(mark, tmp_path):
         wait_until(lambda: not marked(mark))
         assert group.wait(DEADLINE_S) == -signal.SIGKILL
         wait_until(lambda: not folder.exists())
+        assert other.poll() is None
+        other.kill()
 
 
 def test_a_released_guard_ends_nothing(mark):
@@ -105,9 +109,8 @@ def test_guard_ends_everything_once_its_input_closes(mark, tmp_path):
     folder.mkdir()
     with subprocess.Popen(SLEEP, stdout=subprocess.PIPE, start_new_session=True) as group, started(SLEEP, mark) as left:
         command = [sys.executable, "-m", "phalanx._src.cluster.processes.guard", mark]
-        subprocess.run(
-            [*command, str(folder), str(group.pid)], stdin=subprocess.DEVNULL, timeout=DEADLINE_S, check=True
-        )
+        line = f"{group.pid}\n".encode()
+        subprocess.run([*command, str(folder)], input=line, timeout=DEADLINE_S, check=True)
         assert (group.wait(DEADLINE_S), left.wait(DEADLINE_S)) == (-signal.SIGKILL, -signal.SIGKILL)
         assert not folder.exists()
-        subprocess.run([*command, "", str(group.pid)], stdin=subprocess.DEVNULL, timeout=DEADLINE_S, check=True)
+        subprocess.run([*command, ""], input=line, timeout=DEADLINE_S, check=True)

@@ -3,7 +3,8 @@
 
 The processes carry a mark: an environment variable, which their children inherit in every process group and session.
 A process that sets its own title, as Ray's do, overwrites its environment. The guard recognizes it by its open files.
-As a script, this file waits for the end of its input and then kills all marked processes. It uses the standard library only.
+As a script, this file waits for the end of its input and then kills all marked processes. Each line of the input has the process groups
+to kill as well, instead of those of the line before. It uses the standard library only.
 """
 
 import os
@@ -12,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import final
@@ -60,6 +61,13 @@ class Companion:
     def __init__(self, arguments: Sequence[str], descriptors: Sequence[int] = ()) -> None:
         self._process = start_apart(arguments, descriptors, subprocess.PIPE)
 
+    def say(self, line: str) -> None:
+        """Writes a line to its input."""
+        assert self._process.stdin is not None
+        with suppress(OSError):  # It has ended, for example because the user has killed it.
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
+
     def release(self) -> None:
         """Ends the process."""
         # Kill first: closing its input would look like the end of this process.
@@ -74,15 +82,18 @@ class Guard:
     Args:
       mark: `NAME=value`, an entry in the environment of the processes to kill.
       folder: folder to remove afterwards. Empty for none.
-      groups: process groups to kill as well, for systems that do not show environments.
 
     Example:
       >>> guard = Guard("PHALANX_EXAMPLE=1")
       >>> guard.release()
     """
 
-    def __init__(self, mark: str, folder: str = "", groups: Sequence[int] = ()) -> None:
-        self._process = Companion([__file__, mark, folder, *map(str, groups)])
+    def __init__(self, mark: str, folder: str = "") -> None:
+        self._process = Companion([__file__, mark, folder])
+
+    def watch(self, groups: Iterable[int]) -> None:
+        """Sets the process groups to kill as well, for systems that do not show environments."""
+        self._process.say(" ".join(map(str, groups)))
 
     def release(self) -> None:
         """Ends the guard process, once there is nothing to guard."""
@@ -123,8 +134,11 @@ def _uses(process: Path, folder: str) -> bool:
     return any(os.readlink(fd).startswith(folder + "/") for fd in (process / "fd").iterdir())
 
 
-def _main(mark: str, folder: str, *groups: str) -> None:
-    sys.stdin.buffer.read()
+def _main(mark: str, folder: str) -> None:
+    groups: list[bytes] = []
+    for line in sys.stdin.buffer:
+        if line.endswith(b"\n"):  # The process may have been killed while it wrote the last line.
+            groups = line.split()
     # First, because this works without /proc too.
     for group in groups:
         with suppress(ProcessLookupError, PermissionError):

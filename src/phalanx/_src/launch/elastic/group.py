@@ -203,8 +203,8 @@ class ElasticGroup(Group):
                     self._plan_start(place)
             if place.due_s is not None and time.monotonic() >= place.due_s and not self._standing.has_finished:
                 place.due_s, place.is_lost = None, False
-                self._tell_user(f"{place.spec.name} starts again.")
                 place.process = self._workers[index] = self._started(place.spec)
+                self._tell_user(f"{place.spec.name} starts again.")
                 ended.remove(index)
             if self._standing.has_finished and place.process.pid is None:
                 # On another machine, which has no place for it yet.
