@@ -86,10 +86,8 @@ class Pace:
         number = _MANY if self._topology.from_chief([np.array(is_many)])[0] else 1
         self._is_over = number == 1 or single_s is not None
         if self._is_over:
-            times = f"{(single_s or step_s) * 1e3:.3g} ms" + (
-                "" if single_s is None else f", {step_s * 1e3:.3g} ms with {_MANY}"
-            )
-            note(f"steps_per_execution={number}, because a step takes {times}")
+            many = "" if single_s is None else f", {step_s * 1e3:.3g} ms with {_MANY}"
+            note(f"steps_per_execution={number}, because a step takes {(single_s or step_s) * 1e3:.3g} ms{many}")
         self._single_s = step_s
         self._set(number)
         return bool(number != before)
