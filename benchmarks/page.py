@@ -74,6 +74,12 @@ def written(results: Results, pictures: Iterable[str]) -> str:
         lines += map(_row, result["rows"])
         if result["failures"]:
             lines += ["", f"Rows that failed: {len(result['failures'])}."]
+    lines += [
+        "",
+        "## Where to go next",
+        "",
+        "[Measure and profile a script](speed.md) shows where your own steps spend their time.",
+    ]
     return "\n".join(lines) + "\n"
 
 
