@@ -2,7 +2,7 @@
 """Writes docs/benchmark_report.md from the last full run of each benchmark: `python -m benchmarks.page`.
 
 docs/benchmark_report.json     what the runs have written, of which this page shows the tables
-docs/images/bench_beside.svg   speed beside other libraries
+docs/images/bench_ratios.svg   speed relative to other libraries
 docs/images/bench_ranks.svg    work of the first process of a cluster
 
 A benchmark that has not run again keeps its older result.
@@ -20,11 +20,11 @@ from benchmarks.report import RESULTS
 Results = Mapping[str, Any]
 """The JSON of a report, or those of all by name."""
 
-_BESIDE = ("models", "fit", "multi_worker", "tensorflow", "step")
+_COMPARED = ("models", "fit", "multi_worker", "tensorflow", "step")
 _OF_RANK_0 = ("meet s", "rank 0 CPU s", "agree s", "death known s")
 _VERDICT = re.compile(r"(met|MISSED) \(")
 _PICTURES = {
-    "bench_beside": "Speed beside other libraries: each point is the median of a row, 1 is equal speed",
+    "bench_ratios": "Speed relative to other libraries: each point is the median of a row, 1 is equal speed",
     "bench_ranks": "The first process of a cluster whose other processes are simulated",
 }
 
@@ -57,7 +57,7 @@ def written(results: Results, pictures: Iterable[str]) -> str:
     for name, result in results.items():
         verdicts = [match[1] for row in result["rows"] for cell in row if (match := _VERDICT.match(cell))]
         counts = f"{verdicts.count('met')} | {verdicts.count('MISSED')}"
-        lines.append(f"| [`{name}`](#{_anchor(name)}) | {counts} | {result['date']} | `{result['command']}` |")
+        lines.append(f"| [`{name}`](#{name.replace('_', '-')}) | {counts} | {result['date']} | `{result['command']}` |")
     for picture in pictures:
         lines += ["", f"![{_PICTURES[picture]}](images/{picture}.svg)"]
     for name, result in results.items():
@@ -87,10 +87,6 @@ def _title(name: str) -> str:
     return name.replace("_", " ").capitalize()
 
 
-def _anchor(name: str) -> str:
-    return _title(name).lower().replace(" ", "-")
-
-
 def _row(cells: Iterable[str]) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
@@ -99,7 +95,7 @@ def ratios_of(results: Results) -> list[tuple[str, float]]:
     """Returns the benchmark and the ratio of each row that compares Phalanx with another library."""
     return [
         (name, measured["ratio"])
-        for name in _BESIDE
+        for name in _COMPARED
         if name in results
         for measured in results[name]["measurements"]
         if "ratio" in measured
@@ -120,7 +116,7 @@ def draw(results: Results, folder: Path) -> list[str]:
 
     pictures = {}
     if points := ratios_of(results):
-        pictures["bench_beside"] = figure = Figure((8, 3), layout="tight")
+        pictures["bench_ratios"] = figure = Figure((8, 3), layout="tight")
         axes = figure.subplots()
         axes.scatter([ratio for _, ratio in points], [name for name, _ in points], alpha=0.6)
         axes.axvline(1.0, color="gray", linewidth=1)

@@ -6,11 +6,10 @@ one row, to see that they work.
 """
 
 import datetime
-import importlib.metadata
+import functools
 import itertools
 import json
 import os
-import platform
 import re
 import sys
 import traceback
@@ -119,16 +118,14 @@ def _options() -> list[str]:
     return list(itertools.dropwhile(lambda argument: not argument.startswith("-"), sys.argv[1:]))
 
 
+@functools.cache
 def _machine() -> dict[str, str]:
     """Returns facts of the machine and of the software."""
+    # Here, because children that measure other libraries import this module too.
+    from phalanx._src.tools.env.report import system, versions
+
     try:
         names = re.findall(r"(?m)^model name\s*: (.*)$", Path("/proc/cpuinfo").read_text())
     except OSError:
         names = []
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "keras", "numpy")}
-    return {
-        "cores": str(os.cpu_count()),
-        "processor": names[0] if names else platform.machine(),
-        "python": platform.python_version(),
-        **versions,
-    }
+    return {**system(), **({"processor": names[0]} if names else {}), **versions()}

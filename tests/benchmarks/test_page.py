@@ -42,7 +42,8 @@ def test_last_full_run_counts(results, monkeypatch):
     }
     assert found["kills"]["command"] == "python -m benchmarks kills --rounds 9"
     assert found["step"]["rows"] == [["1.500"]]
-    assert {"cores", "processor", "python", "jax", "keras", "numpy"} == set(found["step"]["machine"])
+    facts = {"os", "machine", "cores", "processor", "python", "phalanx", "jax", "jaxlib", "keras", "numpy"}
+    assert set(found["step"]["machine"]) == facts
 
 
 def test_page_has_all_tables():
@@ -62,7 +63,7 @@ def test_page_has_all_tables():
 
 
 def test_points_of_the_pictures():
-    """Every median beside another library, and the times of the first process."""
+    """The median of each row that compares Phalanx with another library, and the times of the first process."""
     columns = ["processes", "meet s", "rank 0 CPU s", "agree s", "death known s"]
     scale = result("scale", columns=columns, rows=[["8", "0.1", "0.2", "0.3", "0.4"], ["64", "1", "2", "3", "4"]])
     found = {"step": result("step"), "scale": scale, "kills": result("kills")}

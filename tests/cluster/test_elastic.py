@@ -765,6 +765,7 @@ def test_group_of_several_machines(tmp_path):
         machines.start(1)
         pids = machines.wait_for(4, (0, 1, 2, 3))
         os.kill(pids[3], 9)
+        machines.wait_for(3, (0, 1, 2))
         wait_until(lambda: machines.running() - set(pids))
         machines.kill(1)
         # The process that was started later ends too.

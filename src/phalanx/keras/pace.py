@@ -11,11 +11,10 @@ import numpy as np
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.runtime.notes import note
 from phalanx._src.strategies.base import Strategy
-from phalanx._src.tracing.strategy import Updates
 from phalanx._src.typed_jax import block_until_ready
 from phalanx.keras.data import EpochData
 from phalanx.keras.handover import Run
-from phalanx.keras.programs import AUTO
+from phalanx.keras.programs import AUTO, runs_one_by_one
 from phalanx.typing import PyTree
 
 _MANY = 16
@@ -102,6 +101,6 @@ def pace_of(model: keras.Model, strategy: Strategy, run: Run) -> Pace | None:
     """Returns the pace of a call of `fit`. None if the user has chosen a number, or if a program can run one step only."""
     # A process that joins an elastic group does not know what the others have measured.
     is_given = model.steps_per_execution != AUTO or run.training is not None
-    if is_given or strategy.updates is not Updates.IN_REPLICAS or model.run_eagerly:
+    if is_given or runs_one_by_one(model, strategy):
         return None
     return Pace(model, [data for data in (run.data, run.validation) if data is not None], strategy.topology)

@@ -39,17 +39,20 @@ def steps_per_execution(model: keras.Model) -> int:
     Raises:
       InvalidArgumentError: `compile` was called with something else than a number or "auto".
     """
-    number = model.steps_per_execution
-    return (
-        1
-        if number == AUTO
-        else arguments.integer("steps_per_execution", number, hint='steps_per_execution=16, or "auto"')
-    )
+    if model.steps_per_execution == AUTO:
+        return 1
+    hint = 'steps_per_execution=16, or "auto"'
+    return arguments.integer("steps_per_execution", model.steps_per_execution, hint=hint)
+
+
+def runs_one_by_one(model: keras.Model, strategy: Strategy) -> bool:
+    """Whether a program of a model runs one step, however many an execution has."""
+    return strategy.updates is not Updates.IN_REPLICAS or model.run_eagerly
 
 
 def is_single(model: keras.Model, strategy: Strategy) -> bool:
     """Whether a program of a model runs one step."""
-    return model.steps_per_execution in (1, AUTO) or strategy.updates is not Updates.IN_REPLICAS or model.run_eagerly
+    return model.steps_per_execution in (1, AUTO) or runs_one_by_one(model, strategy)
 
 
 @final

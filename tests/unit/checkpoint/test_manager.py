@@ -225,7 +225,7 @@ def test_links_and_folders_of_the_names_of_checkpoints(tmp_path, checkpoint, put
 HOLDER = """
 import os, sys
 from pathlib import Path
-from phalanx._src.checkpoint import folder_lock, manager
+from phalanx._src.checkpoint import folder_lock
 folder_lock.occupy(Path(sys.argv[1]))
 # The lock does not last as long as the child of a data loader.
 if not os.fork():

@@ -19,7 +19,7 @@ FIT = {"batch_size": 2, "shuffle": False, "verbose": 0, "validation_data": (X[:2
 
 
 class Clock(keras.callbacks.Callback):
-    """Says the time for `fit`, and notes the number of steps of each execution.
+    """Tells `fit` the time, and notes the number of steps of each execution.
 
     Args:
       times: for each number of steps per execution, how long an execution takes, in seconds.
