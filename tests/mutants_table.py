@@ -799,6 +799,20 @@ FAULTS = [
         "unit/programs/test_gathering.py",
     ),
     Fault(
+        "a replica adds rows of other shards of a table to its own",
+        "table_rows:_Lookup.total",
+        "ids - start, lax.GatherScatterMode.FILL_OR_DROP",
+        "ids % shape[0], lax.GatherScatterMode.FILL_OR_DROP",
+        "unit/programs/test_table_rows.py",
+    ),
+    Fault(
+        "a scatter into other values than zeros counts as the gradient of a lookup",
+        "table_rows:_of_scatter",
+        "not np.any(zeros.invars[0].val)",
+        "True",
+        "unit/programs/test_table_rows.py",
+    ),
+    Fault(
         "a slot that a replica function reads is a shard",
         "entry:ShardEntry._gathered",
         "return update_sharding.whole_of(shard, self._dim)",

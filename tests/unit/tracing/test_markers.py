@@ -10,6 +10,7 @@ import pytest
 from keras import layers
 
 import phalanx
+from phalanx._src.kernels import optimization
 
 pytestmark = pytest.mark.slow
 
@@ -248,7 +249,8 @@ def assert_same_steps(case, step, hand_args=None, sharding=None):
     """Runs both steps side by side and compares all bits, then compares the cost of the two programs."""
     hand_args = case.args if hand_args is None else hand_args
     values = jax.device_put(jax.tree.map(lambda v: np.array(v.value), case.variables), sharding)
-    by_hand = jax.jit(case.hand).lower(values, *hand_args).compile()
+    options = optimization.compiler_options(jax.local_devices())
+    by_hand = jax.jit(case.hand).lower(values, *hand_args).compile(options)
     for i in range(3):
         result, values = by_hand(values, *hand_args)
         found = jax.tree_util.tree_leaves_with_path((step(*case.args), jax.tree.map(lambda v: v.value, case.variables)))

@@ -98,13 +98,27 @@ def _transposed(eqn: jex.JaxprEqn) -> list[jex.JaxprEqn]:
 
     avals: list[Any] = [v.aval for v in eqn.invars]
     shapes = [shape_dtype(aval.shape, aval.dtype) for aval in avals]
-    inner = jax.make_jaxpr(convolve)(*shapes).jaxpr
-    outer = dict(zip([*inner.invars, *inner.outvars], [*eqn.invars, *eqn.outvars], strict=True))
+    return equations_of(convolve, shapes, eqn.invars, eqn)
+
+
+def equations_of(
+    fn: Callable[..., Any], shapes: Sequence[Any], inputs: Sequence[Any], replaced: jex.JaxprEqn
+) -> list[jex.JaxprEqn]:
+    """Returns the equations of a function, which stand for an equation of a trace.
+
+    Args:
+      fn: the function. It returns what the equation returns, and has no arrays as constants.
+      shapes: the shapes and dtypes of its arguments.
+      inputs: the variables of the trace that are its arguments, and literals.
+      replaced: the equation.
+    """
+    inner = jax.make_jaxpr(fn)(*shapes).jaxpr
+    outer = dict(zip([*inner.invars, *inner.outvars], [*inputs, *replaced.outvars], strict=True))
     return [
         each.replace(
             invars=[outer.get(v, v) if isinstance(v, jex.Var) else v for v in each.invars],  # Literals have no hash.
             outvars=[outer.get(v, v) for v in each.outvars],
-            source_info=eqn.source_info,  # Profiles then name the line of the user.
+            source_info=replaced.source_info,  # Profiles then name the line of the user.
         )
         for each in inner.eqns
     ]

@@ -50,6 +50,7 @@ class Body:
       returns_variables: whether results are variables that the strategy updates after the program.
       strategy: the strategy whose devices the program runs on.
       topology: these devices.
+      devices: the devices of the topology. Empty if its strategy has none.
       closed_over: the arrays that the function closes over, kept alive with the program.
       state: the variables.
     """
@@ -64,6 +65,7 @@ class Body:
         self._variables, self._written = discovery.variables, discovery.written
         self.strategy = _strategy_of(discovery)
         self.topology = topology = self.strategy.topology
+        self.devices: Sequence[jax.Device] = topology.devices if topology.has_devices else ()
         storage = self.strategy.storage if self.strategy.updates is Updates.AFTER_PROGRAM else topology
         # XLA chooses the sharding of an output that has no constraint, and a variable must stay where its layout places it.
         self._homes = [] if topology.is_single else _homes(discovery, topology)
@@ -84,9 +86,8 @@ class Body:
         )
         discovery = self._taken_trace(inputs).taking(closed_over)
         run = discovery.evaluate
-        devices = self.topology.devices if self.topology.has_devices else ()
         # In loops and branches, XLA's convolutions for CPUs are plain loops: 361 ms instead of 21 for the gradients of a short batch.
-        if platforms.are_cpus(devices) and bodies.are_of_interest(discovery.jaxpr.jaxpr):
+        if platforms.are_cpus(self.devices) and bodies.are_of_interest(discovery.jaxpr.jaxpr):
             run = functools.partial(bodies.with_fast_convolutions, run)
         outputs = run([*values, *batches], parts, inputs)
         values = outputs.values

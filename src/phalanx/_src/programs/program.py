@@ -13,6 +13,7 @@ import jax
 
 from phalanx._src import compat
 from phalanx._src.cluster.watch import membership
+from phalanx._src.kernels import optimization
 from phalanx._src.mesh.values import map_leaves, one_copy
 from phalanx._src.programs import gathering, signature
 from phalanx._src.programs.body import Body, CalledFunction
@@ -75,7 +76,8 @@ class Program:
         if body.topology.has_devices and body.topology.is_single and not discovery.variables:
             # Without variables and batches, nothing else tells JAX to use the strategy's device instead of the default one.
             compiler = functools.partial(jax.jit, out_shardings=body.topology.replicated)
-        options = gathering.compiler_options(discovery.variables, body.topology)
+        gathers = gathering.compiler_options(discovery.variables, body.topology)
+        options = {**gathers, **optimization.compiler_options(body.devices)}
         self._compiled = compiler(body.compute, donate_argnums=donate, compiler_options=options)
         self._execute: Callable[..., tuple[Any, ...]] = body.compute_eagerly if eager else self._compiled
         if discovery.has_callback:

@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from phalanx._src.compat import dtype_of, is_new
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.mesh.values import ComponentSizes, PerReplica
-from phalanx._src.programs import explain, gathering, own_rows
+from phalanx._src.programs import explain, gathering, own_rows, table_rows
 from phalanx._src.programs.replica_call import ReplicaCall
 from phalanx._src.programs.stages import IndivisibleError
 from phalanx._src.programs.trace import executing_scope, trace, written_entries
@@ -270,11 +270,12 @@ class _Run:
         # One trace, divided only so that the observers see where the replica's own part ends.
         if plan is None and seeing:
             plan = own_rows.DividedProgram([discovery], [], [inputs], [])
-        outputs: _ReplicaOutputs = (
-            gathering.run(discovery, state, sharded, whole)
-            if plan is None
-            else plan.run(inputs, self._call.num_rows, seeing)
-        )
+        if plan is not None:
+            outputs: _ReplicaOutputs = plan.run(inputs, self._call.num_rows, seeing)
+        elif table_rows.are_of_interest(discovery, self._strategy.topology):
+            outputs = table_rows.run(discovery, state, sharded, whole)
+        else:
+            outputs = gathering.run(discovery, state, sharded, whole)
         return outputs
 
     def _warn_of_slips(self, discovery: Discovery) -> None:

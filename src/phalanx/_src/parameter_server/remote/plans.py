@@ -13,6 +13,7 @@ import jax
 import jax.export
 import numpy as np
 
+from phalanx._src.kernels import optimization
 from phalanx.errors import InputError
 
 
@@ -311,4 +312,4 @@ def load(module: bytes) -> Callable[..., Any]:
     # `jax.export.deserialize` is documented for a bytearray, not for bytes.
     exported: Any = jax.export.deserialize(bytearray(module))
     args, kwargs = exported.in_tree.unflatten(exported.in_avals)
-    return jax.jit(exported.call).lower(*args, **kwargs).compile()
+    return jax.jit(exported.call).lower(*args, **kwargs).compile(optimization.compiler_options(jax.local_devices()))

@@ -9,6 +9,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
+from phalanx._src.kernels import optimization
 from phalanx._src.parameter_server.remote.plans import Label, Push, Rows, UpdateProgram
 from phalanx._src.typed_jax import block_until_ready
 
@@ -108,7 +109,8 @@ def _in_place(program: UpdateProgram) -> Callable[[list[jax.Array], list[Any]], 
             for i, x in zip(program.set, new, strict=True)
         }
 
-    compiled = jax.jit(update, donate_argnums=0)
+    options = optimization.compiler_options(jax.local_devices())
+    compiled = jax.jit(update, donate_argnums=0, compiler_options=options)
     specs = exported.in_tree.unflatten(exported.in_avals)[0][1]
     tables = {of: i for i, of in enumerate(program.rows_of) if of is not None}
 
