@@ -45,6 +45,7 @@ from training import (  # noqa: F401
     loop_on_pairs,
     loop_sharded,
     loop_with,
+    metrics_and_a_table,
     one_step,
     predict_eagerly,
     shuffled,

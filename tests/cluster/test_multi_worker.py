@@ -153,6 +153,16 @@ def test_communication_options_change_only_what_is_sent(cluster_of, options, sen
         assert weight.any()
 
 
+def test_metrics_travel_with_gradients_and_tables_as_rows(cluster_of):
+    """A step sends the gradient of the bias with the metric, and the ids and rows of the table that were looked up."""
+    got = replies(cluster_of(2, 1), "metrics_and_a_table")[0]
+    assert got["sent"] == {"f32": [16 + 2, 24 * 16], "s32": [24]}
+    rows, bias, mean = got["values"]
+    same(rows, np.zeros(6))
+    same(bias, np.full(16, -24.0))
+    same(mean, got["ids"].mean())
+
+
 def test_order_of_rows(cluster_of):
     """All shuffle alike: `fit` draws one order for all processes."""
     replies(cluster_of(2, 1), "shuffled")

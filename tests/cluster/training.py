@@ -125,6 +125,27 @@ def one_step(strategy: phalanx.Strategy, **options: Any) -> dict[str, Any]:
     return {"weights": [w.numpy() for w in weights], "sent": _sent(text)}
 
 
+def metrics_and_a_table(strategy: phalanx.Strategy) -> dict[str, Any]:
+    """Trains a table and a bias, counts rows in a metric, and returns the values with what is sent per step."""
+    ids = np.arange(12 * strategy.num_replicas_in_sync, dtype="int32").reshape(-1, 4) * 977 % 50_000
+    with strategy.scope():
+        table, bias = keras.Variable(np.ones((50_000, 16), "float32")), keras.Variable(np.zeros(16, "float32"))
+        optimizer, mean = keras.optimizers.SGD(1.0), keras.metrics.Mean()
+        optimizer.build([table, bias])
+
+    def step(ids: jax.Array) -> None:
+        with phalanx.GradientTape() as tape:
+            loss = keras.ops.sum(keras.ops.take(table, ids, axis=0) * (bias + 1))
+        optimizer.apply(tape.gradient(loss, [table, bias]), [table, bias])
+        mean.update_state(ids)
+
+    (batch,) = strategy.experimental_distribute_dataset([ids])
+    whole = phalanx.function(lambda batch: strategy.run(step, args=(batch,)))
+    whole(batch)
+    values = [table.value[ids[:, 0], 0], bias.value, mean.result()]
+    return {"values": list(map(np.asarray, values)), "ids": ids, "sent": _sent(whole.lower(batch).compile().as_text())}
+
+
 def _sent(text: str) -> dict[str, list[int]]:
     """The sizes of what the collectives of a program send, by dtype."""
     sizes: dict[str, list[int]] = {}

@@ -96,29 +96,28 @@ def _transposed(eqn: jex.JaxprEqn) -> list[jex.JaxprEqn]:
         order = _last(out_dims)
         return result.transpose([order.index(dim) for dim in range(rank)])
 
-    avals: list[Any] = [v.aval for v in eqn.invars]
-    shapes = [shape_dtype(aval.shape, aval.dtype) for aval in avals]
-    return equations_of(convolve, shapes, eqn.invars, eqn)
+    return equations_of(convolve, eqn.invars, eqn.outvars, eqn.source_info)
 
 
 def equations_of(
-    fn: Callable[..., Any], shapes: Sequence[Any], inputs: Sequence[Any], replaced: jex.JaxprEqn
+    fn: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[jex.Var], source_info: object
 ) -> list[jex.JaxprEqn]:
-    """Returns the equations of a function, which stand for an equation of a trace.
+    """Returns the equations of a function, to replace others of a trace.
 
     Args:
-      fn: the function. It returns what the equation returns, and has no arrays as constants.
-      shapes: the shapes and dtypes of its arguments.
-      inputs: the variables of the trace that are its arguments, and literals.
-      replaced: the equation.
+      fn: the function. It has no arrays as constants.
+      inputs: what its arguments are in the trace: variables and literals.
+      outputs: the variables of its results.
+      source_info: the line of the user that profiles name, as an equation has it.
     """
-    inner = jax.make_jaxpr(fn)(*shapes).jaxpr
-    outer = dict(zip([*inner.invars, *inner.outvars], [*inputs, *replaced.outvars], strict=True))
+    avals: list[Any] = [v.aval for v in inputs]
+    inner = jax.make_jaxpr(fn)(*(shape_dtype(aval.shape, aval.dtype) for aval in avals)).jaxpr
+    outer = dict(zip([*inner.invars, *inner.outvars], [*inputs, *outputs], strict=True))
     return [
         each.replace(
             invars=[outer.get(v, v) if isinstance(v, jex.Var) else v for v in each.invars],  # Literals have no hash.
             outvars=[outer.get(v, v) for v in each.outvars],
-            source_info=replaced.source_info,  # Profiles then name the line of the user.
+            source_info=source_info,
         )
         for each in inner.eqns
     ]

@@ -113,15 +113,15 @@ def run(discovery: Discovery, values: Sequence[Any], *args: PyTree) -> PyTree:
       *args: arguments of the function.
     """
     flat = discovery.flat(values, [], *args)
-    if not any(map(_is_later, flat)):
+    if not any(map(is_later, flat)):
         return discovery.evaluate(values, [], *args)
-    trace = discovery.without_tapes(*(x.whole() if _is_later(x) else x for x in flat))
+    trace = discovery.without_tapes(*(x.whole() if is_later(x) else x for x in flat))
     return discovery.result(evaluate(trace, *flat))
 
 
 def _evaluate_one(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, values: list[Any]) -> list[Any]:
     """Evaluates an operation, and returns its results: arrays, and shards."""
-    inside = next((x.inside for x in values if _is_later(x)), None)
+    inside = next((x.inside for x in values if is_later(x)), None)
     if inside is None:
         return evaluate_alone(jaxpr, eqn, values)
     if eqn.primitive.name not in inside:
@@ -140,11 +140,11 @@ def _with_shards(jaxpr: jex.Jaxpr, eqn: jex.JaxprEqn, values: list[Any]) -> list
     if name == "transpose" and first.gathered is None:
         order = tuple(eqn.params["permutation"])
         return [replace(first, array=lax.transpose(first.array, order), dim=order.index(first.dim))]
-    places = [i for i, v in enumerate(eqn.invars) if isinstance(v, jex.Var) and not _is_later(values[i])]
+    places = [i for i, v in enumerate(eqn.invars) if isinstance(v, jex.Var) and not is_later(values[i])]
     # None if the operation reads only shards and literals: then the gather waits for nothing.
     beside = max(places, key=lambda i: values[i].size, default=None)
     for i, value in enumerate(values):
-        if _is_later(value):
+        if is_later(value):
             shard = value.array
             if beside is not None and not value.gathered:
                 # The operation reads what has passed the barrier. A barrier with an array that nobody reads behind it, such as the input
@@ -165,15 +165,14 @@ def _recomputed(eqn: jex.JaxprEqn, values: Sequence[Any]) -> list[Any]:
 
     As JAX does, it waits for all inputs, among them the gradients. Otherwise XLA would keep what the forward pass has computed.
     """
-    activations = max((np.size(x) for x in values if not _is_later(x)), default=0)
-    waiting = optimization_barrier([x.array if _is_later(x) else x for x in values])
+    activations = max((np.size(x) for x in values if not is_later(x)), default=0)
+    waiting = optimization_barrier([x.array if is_later(x) else x for x in values])
     inputs = [
-        replace(x, array=array, gathered=[]) if _is_later(x) else array
-        for x, array in zip(values, waiting, strict=True)
+        replace(x, array=array, gathered=[]) if is_later(x) else array for x, array in zip(values, waiting, strict=True)
     ]
     results = _opened(eqn, inputs)
     # XLA would compute the gradients of biases at the end of the step, and keep the larger gradients of activations until then.
-    early = [i for i, x in enumerate(results) if not _is_later(x) and np.size(x) <= activations]
+    early = [i for i, x in enumerate(results) if not is_later(x) and np.size(x) <= activations]
     for i, array in zip(early, optimization_barrier([results[i] for i in early]), strict=True):
         results[i] = array
     return results
@@ -191,5 +190,6 @@ def _gathered(value: jax.Array | GatheredLater) -> jax.Array:
     return whole
 
 
-def _is_later(value: object) -> TypeGuard[GatheredLater]:
+def is_later(value: object) -> TypeGuard[GatheredLater]:
+    """Returns whether a value is a shard that is gathered later."""
     return isinstance(value, GatheredLater)

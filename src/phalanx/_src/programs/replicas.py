@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec
 from phalanx._src.compat import dtype_of, is_new
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.mesh.values import ComponentSizes, PerReplica
-from phalanx._src.programs import explain, gathering, own_rows, table_rows
+from phalanx._src.programs import exchanges, explain, gathering, own_rows
 from phalanx._src.programs.replica_call import ReplicaCall
 from phalanx._src.programs.stages import IndivisibleError
 from phalanx._src.programs.trace import executing_scope, trace, written_entries
@@ -272,10 +272,8 @@ class _Run:
             plan = own_rows.DividedProgram([discovery], [], [inputs], [])
         if plan is not None:
             outputs: _ReplicaOutputs = plan.run(inputs, self._call.num_rows, seeing)
-        elif table_rows.are_of_interest(discovery, self._strategy.topology):
-            outputs = table_rows.run(discovery, state, sharded, whole)
         else:
-            outputs = gathering.run(discovery, state, sharded, whole)
+            outputs = exchanges.run(discovery, self._strategy, state, sharded, whole)
         return outputs
 
     def _warn_of_slips(self, discovery: Discovery) -> None:

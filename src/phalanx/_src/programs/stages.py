@@ -61,7 +61,7 @@ class StagedTrace:
         if any(map(_is_communicating_call, closed.jaxpr.eqns)):
             closed = jax.make_jaxpr(lambda *arrays: _inlined(closed.jaxpr, closed.consts, arrays))(*inputs)
         self.jaxpr, self.consts = closed.jaxpr, closed.consts
-        self.stages = _divided(self.jaxpr.eqns)
+        self.stages = divided(self.jaxpr.eqns)
         steps = ((n, eqn) for n, stage in enumerate(self.stages) for eqn in (*stage.part, *stage.exchanges))
         self._last_reads = {v: n for n, eqn in steps for v in _read(eqn)}
         # Results are read after the last stage.
@@ -313,7 +313,7 @@ class _Stage(NamedTuple):
     exchanges: list[jex.JaxprEqn]
 
 
-def _divided(eqns: Sequence[jex.JaxprEqn]) -> list[_Stage]:
+def divided(eqns: Sequence[jex.JaxprEqn]) -> list[_Stage]:
     """Divides the equations of a trace into as few stages as possible.
 
     What an exchange needs is computed as late as possible, so that little is kept from one part to the next. The rest is computed in

@@ -9,7 +9,7 @@ Source: tf.IndexedSlices, which tf.distribute gathers likewise.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -48,14 +48,26 @@ def are_of_interest(discovery: Discovery, topology: Topology) -> bool:
     return any(_are_few(eqn.outvars[0], eqn.invars[0], topology.num_replicas) for eqn in lookups)
 
 
-def run(discovery: Discovery, values: Sequence[Any], *args: PyTree) -> PyTree:
-    """Runs the trace of a replica and returns the result of the function. The parameters are those of `gathering.run`."""
-    flat = discovery.flat(values, [], *args)
-    closed = discovery.without_tapes(*flat)
-    makers = {v: eqn for eqn in closed.jaxpr.eqns for v in eqn.outvars}
-    eqns = [new for eqn in closed.jaxpr.eqns for new in _equations(eqn, makers)]
-    jaxpr: jex.Jaxpr = closed.jaxpr.replace(eqns=eqns)  # type: ignore[attr-defined]
-    return discovery.result(jex.jaxpr_as_fun(jex.ClosedJaxpr(jaxpr, closed.consts))(*flat))
+def with_rows(eqns: Sequence[jex.JaxprEqn]) -> list[jex.JaxprEqn]:
+    """Returns the equations of a trace with sums of rows, where gradients of lookups are summed over the replicas."""
+    makers = {v: eqn for eqn in eqns for v in eqn.outvars}
+    return [new for eqn in eqns for new in _equations(eqn, makers)]
+
+
+def is_sum(eqn: jex.JaxprEqn) -> bool:
+    """Returns whether an operation sums one array over all replicas."""
+    params = eqn.params
+    if len(eqn.invars) != 1 or params.get("axis_index_groups") is not None:
+        return False
+    if eqn.primitive.name == "reduce_scatter":
+        return bool(params["axis_name"] == (REPLICA_AXIS,) and params["tiled"])
+    return bool(eqn.primitive.name == "psum" and params["axes"] == (REPLICA_AXIS,))
+
+
+def shape_of(atom: _Atom) -> jax.ShapeDtypeStruct:
+    """Returns the shape and dtype of a value of a trace."""
+    aval: PyTree = atom.aval
+    return shape_dtype(aval.shape, aval.dtype)
 
 
 def _all_equations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
@@ -67,9 +79,9 @@ def _all_equations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
 
 def _are_few(rows: _Atom, table: _Atom, num_replicas: int) -> bool:
     """Returns whether the rows of all replicas are few enough for a table, given those of one replica."""
-    size = math.prod(_shape(table).shape)
-    is_large: bool = size * _shape(table).dtype.itemsize >= _LARGE_BYTES
-    return is_large and _SHARE * num_replicas * math.prod(_shape(rows).shape) <= size
+    size = math.prod(shape_of(table).shape)
+    is_large: bool = size * shape_of(table).dtype.itemsize >= _LARGE_BYTES
+    return is_large and _SHARE * num_replicas * math.prod(shape_of(rows).shape) <= size
 
 
 class _Lookup(NamedTuple):
@@ -87,7 +99,7 @@ class _Lookup(NamedTuple):
 
     def total(self, ids: jax.Array, rows: jax.Array, dim: int | None) -> jax.Array:
         """Returns the gradient of lookups of all replicas, or this replica's shard of it along a dim."""
-        shape, params = list(_shape(self.scatter.outvars[0]).shape), self.scatter.params
+        shape, params = list(shape_of(self.scatter.outvars[0]).shape), self.scatter.params
         numbers, mode = params["dimension_numbers"], params["mode"]
         if dim is not None:
             shape[dim] //= lax.axis_size(REPLICA_AXIS)
@@ -107,7 +119,7 @@ def _equations(eqn: jex.JaxprEqn, makers: _Makers) -> list[jex.JaxprEqn]:
       eqn: the equation.
       makers: by variable of its trace, the equation that computes it.
     """
-    if not _is_sum(eqn):
+    if not is_sum(eqn):
         return [eqn]
     # Between processes, the gradients of all variables travel in one array.
     source = _maker(eqn.invars[0], makers)
@@ -129,7 +141,7 @@ def _equations(eqn: jex.JaxprEqn, makers: _Makers) -> list[jex.JaxprEqn]:
         return joined(results) if is_joined else results[0]
 
     inputs = [*dense, *(v for lookup in tables for v in (lookup.ids, lookup.rows))]
-    return equations_of(total, list(map(_shape, inputs)), inputs, eqn)
+    return equations_of(total, inputs, eqn.outvars, eqn.source_info)
 
 
 def _gathered(arrays: Sequence[jax.Array]) -> list[jax.Array]:
@@ -137,16 +149,6 @@ def _gathered(arrays: Sequence[jax.Array]) -> list[jax.Array]:
     of_replicas: jax.Array = lax.all_gather(joined(list(arrays)), REPLICA_AXIS)
     parts = zip(*(split(each, list(arrays)) for each in of_replicas), strict=True)
     return [jnp.concatenate(part) for part in parts]
-
-
-def _is_sum(eqn: jex.JaxprEqn) -> bool:
-    """Returns whether an operation sums one array over all replicas."""
-    params = eqn.params
-    if len(eqn.invars) != 1 or params.get("axis_index_groups") is not None:
-        return False
-    if eqn.primitive.name == "reduce_scatter":
-        return bool(params["axis_name"] == (REPLICA_AXIS,) and params["tiled"])
-    return bool(eqn.primitive.name == "psum" and params["axes"] == (REPLICA_AXIS,))
 
 
 def _lookup(atom: _Atom, makers: _Makers) -> _Lookup | None:
@@ -184,7 +186,7 @@ def _of_scatter(eqn: jex.JaxprEqn, makers: _Makers) -> _Lookup | None:
         and not numbers.operand_batching_dims
         and eqn.params["mode"] != lax.GatherScatterMode.CLIP
         # The rows of other replicas follow along the first dim of both.
-        and len(_shape(ids).shape) > 1
+        and len(shape_of(ids).shape) > 1
         and 0 not in numbers.update_window_dims
     )
     return _Lookup(eqn, ids, rows) if is_of_rows and _are_few(rows, base, lax.axis_size(REPLICA_AXIS)) else None
@@ -192,8 +194,3 @@ def _of_scatter(eqn: jex.JaxprEqn, makers: _Makers) -> _Lookup | None:
 
 def _maker(atom: _Atom, makers: _Makers) -> jex.JaxprEqn | None:
     return makers.get(atom) if isinstance(atom, jex.Var) else None  # Literals have no hash.
-
-
-def _shape(atom: _Atom) -> jax.ShapeDtypeStruct:
-    aval: PyTree = atom.aval
-    return shape_dtype(aval.shape, aval.dtype)

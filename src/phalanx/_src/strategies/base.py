@@ -24,7 +24,7 @@ from phalanx._src.mesh.devices import Held, device_name
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.mesh.values import Mirrored, PerReplica, first_steps, flatten, is_distributed, map_leaves, stacked
-from phalanx._src.options import CommunicationOptions, ReduceOp, RunOptions
+from phalanx._src.options import ReduceOp, RunOptions
 from phalanx._src.programs.explain import explained
 from phalanx._src.programs.profile import follow
 from phalanx._src.programs.program import Programs
@@ -115,11 +115,6 @@ class Strategy(AbstractInputs, AbstractResults):
     @property
     def cross_device_ops(self) -> CrossDeviceOps | None:
         """The algorithm that reduces gradients across devices. None if there is one replica."""
-        return None
-
-    @property
-    def communication_options(self) -> CommunicationOptions | None:
-        """Hints for the all-reduce of gradients."""
         return None
 
     @property

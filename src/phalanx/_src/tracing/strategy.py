@@ -15,7 +15,7 @@ from phalanx._src.collectives.local_updates import LocalUpdates
 from phalanx._src.compat import Variable
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.mesh.values import PerReplica
-from phalanx._src.options import RunOptions
+from phalanx._src.options import CommunicationOptions, RunOptions
 from phalanx.errors import InvalidArgumentError, shown
 from phalanx.typing import PyTree
 
@@ -87,6 +87,11 @@ class AbstractStrategy(ABC):
     @abstractmethod
     def cross_device_ops(self) -> CrossDeviceOps | None:
         """Returns the collectives that aggregate gradients; None if there is one replica."""
+
+    @property
+    def communication_options(self) -> CommunicationOptions | None:
+        """Hints for the all-reduce of gradients."""
+        return None
 
     @property
     def compression(self) -> Compression | None:
