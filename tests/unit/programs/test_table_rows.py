@@ -32,7 +32,8 @@ class _Model:
         self.strategy, self._look_up = strategy, look_up
         numbers = np.random.default_rng(0)
         with strategy.scope():
-            self.variables = [keras.Variable(numbers.normal(size=s).astype("float32")) for s in (shape, (16,))]
+            arrays = {"table": numbers.normal(size=shape), "bias": numbers.normal(size=16)}
+            self.variables = [keras.Variable(a.astype("float32"), name=name) for name, a in arrays.items()]
             self._optimizer = keras.optimizers.Adam(0.1)
             self._optimizer.build(self.variables)
 
@@ -126,6 +127,21 @@ def test_tables_beside_other_gradients_in_one_buffer(num_packs):
     model = _Model(_strategy(2, cross_device_ops=phalanx.NcclAllReduce(num_packs)))
     assert max(model.sizes_exchanged(ids)) < 100
     for array, other in zip(model.train(ids), _Model(_strategy(1)).train(ids), strict=True):
+        np.testing.assert_allclose(array, other, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"layout": phalanx.fully_sharded()}, id="fully sharded"),
+        pytest.param({"weight_update_sharding": False}, id="whole updates"),
+        pytest.param({"model_axis": ("model", 2), "layout": {"table": (None, "model")}}, id="model axis"),
+    ],
+)
+def test_tables_under_other_placements(options):
+    ids = _ids(8, 3)
+    strategy = _strategy(4 if "model_axis" in options else 2, **options)
+    for array, other in zip(_Model(strategy).train(ids), _Model(_strategy(1)).train(ids), strict=True):
         np.testing.assert_allclose(array, other, rtol=1e-5, atol=1e-6)
 
 

@@ -8,6 +8,7 @@ import jax
 from jax.extend import core as jex
 
 from phalanx._src.collectives.primitives import joined, split
+from phalanx._src.kernels import platforms
 from phalanx._src.kernels.bodies import equations_of
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.programs import gathering, table_rows
@@ -42,9 +43,11 @@ def run(discovery: Discovery, strategy: AbstractStrategy, values: Sequence[Any],
 
 
 def _may_join_sums(discovery: Discovery, strategy: AbstractStrategy) -> bool:
-    options = strategy.communication_options
+    topology, options = strategy.topology, strategy.communication_options
+    # On GPUs and TPUs, XLA joins messages itself. With a model axis, gradients would have to be gathered before they are joined.
+    are_slow = topology.num_workers > 1 and not topology.axes and platforms.are_cpus(topology.devices)
     # Users choose messages of some size. An exchange that moves would change the order in which callbacks run.
-    if strategy.topology.num_workers == 1 or options is not None and options.bytes_per_pack or discovery.has_callback:
+    if not are_slow or options is not None and options.bytes_per_pack or discovery.has_callback:
         return False
     return sum(map(table_rows.is_sum, discovery.jaxpr.jaxpr.eqns)) > 1
 
@@ -57,7 +60,7 @@ def with_joined_sums(eqns: Sequence[jex.JaxprEqn]) -> list[jex.JaxprEqn]:
     ordered: list[jex.JaxprEqn] = []
     for stage in divided(eqns):
         sums = [eqn for eqn in stage.exchanges if table_rows.is_sum(eqn) and eqn.primitive.name == "psum"]
-        ordered += [*stage.part, *(eqn for eqn in stage.exchanges if eqn not in sums)]
+        ordered += [*stage.part, *(eqn for eqn in stage.exchanges if all(eqn is not each for each in sums))]
         for dtype in dict.fromkeys(_summed(eqn).dtype for eqn in sums):
             by_size = sorted((eqn for eqn in sums if _summed(eqn).dtype == dtype), key=lambda eqn: _summed(eqn).size)
             num_small = sum(_summed(eqn).size * dtype.itemsize <= _SMALL_BYTES for eqn in by_size)

@@ -42,7 +42,8 @@ _LARGE_BYTES = 3 << 19
 
 def are_of_interest(discovery: Discovery, topology: Topology) -> bool:
     """Returns whether a trace looks up few rows of a table, so that its gradient may be rows."""
-    if topology.num_replicas == 1 or not platforms.are_cpus(topology.devices):
+    # Along a model axis, XLA divides a table and its gradient.
+    if topology.num_replicas == 1 or topology.axes or not platforms.are_cpus(topology.devices):
         return False
     lookups = (eqn for eqn in _all_equations(discovery.jaxpr.jaxpr) if eqn.primitive.name == "gather")
     return any(_are_few(eqn.outvars[0], eqn.invars[0], topology.num_replicas) for eqn in lookups)
