@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import keras
 import numpy as np
 import pytest
+from jax import lax
 
 import phalanx
 from phalanx._src.programs import table_rows
@@ -174,6 +175,8 @@ def test_gradients_of_many_rows_are_whole(shape, count):
         pytest.param(lambda ids: jnp.zeros((_ROWS, 32)).at[ids, 3].add(1.0), id="elements"),
         pytest.param(lambda ids: jnp.zeros((32, _ROWS)).at[:, ids].add(1.0).T, id="columns"),
         pytest.param(lambda ids: jnp.zeros((_ROWS, 32)).at[ids].max(1.0), id="maximum"),
+        pytest.param(lambda ids: jnp.zeros((_ROWS, 32)).at[ids].add(1.0).ravel(), id="reshaped rows"),
+        pytest.param(lambda ids: jnp.zeros((_ROWS, 32)).at[ids.astype("uint16")].add(1.0), id="unsigned ids"),
     ],
 )
 def test_sums_of_what_users_scatter(scattered):
@@ -186,6 +189,21 @@ def test_sums_of_what_users_scatter(scattered):
     (batch,) = strategy.experimental_distribute_dataset([ids])
     for part in strategy.experimental_local_results(strategy.run(total, args=(batch,))):
         np.testing.assert_array_equal(part, scattered(ids[:4]) + scattered(ids[4:]))
+
+
+def test_shards_of_what_users_reshape():
+    strategy, ids = _strategy(2), _ids(8)
+    table = jnp.zeros((_ROWS, 32))
+
+    def total(ids):
+        counts = jnp.zeros((_ROWS, 32)).at[ids].add(jnp.arange(32.0))
+        arrays = [counts, counts.reshape(-1, 4)]
+        parts = [lax.psum_scatter(x, phalanx.REPLICA_AXIS, scatter_dimension=0, tiled=True) for x in arrays]
+        return parts[0].ravel() - parts[1].ravel() + table[ids].sum()
+
+    (batch,) = strategy.experimental_distribute_dataset([ids])
+    for part in strategy.experimental_local_results(strategy.run(total, args=(batch,))):
+        assert not part.any()
 
 
 def test_fit_trains_a_table_as_one_device():

@@ -98,9 +98,15 @@ class _Lookup(NamedTuple):
     ids: jex.Var
     rows: jex.Var
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the table."""
+        shape: tuple[int, ...] = shape_of(self.scatter.outvars[0]).shape
+        return shape
+
     def total(self, ids: jax.Array, rows: jax.Array, dim: int | None) -> jax.Array:
         """Returns the gradient of lookups of all replicas, or this replica's shard of it along a dim."""
-        shape, params = list(shape_of(self.scatter.outvars[0]).shape), self.scatter.params
+        shape, params = list(self.shape), self.scatter.params
         numbers, mode = params["dimension_numbers"], params["mode"]
         if dim is not None:
             shape[dim] //= lax.axis_size(REPLICA_AXIS)
@@ -131,7 +137,9 @@ def _equations(eqn: jex.JaxprEqn, makers: _Makers) -> list[jex.JaxprEqn]:
     if not tables:
         return [eqn]
     dense = [part for part, lookup in zip(parts, lookups, strict=True) if lookup is None]
-    dim = eqn.params.get("scatter_dimension")
+    (summed,), dim = eqn.outvars, eqn.params.get("scatter_dimension")
+    if dim is not None and shape_of(eqn.invars[0]).shape != tables[0].shape:
+        return [eqn]  # Shards of a table that was reshaped.
 
     def total(*arrays: jax.Array) -> jax.Array:
         whole = list(arrays[: len(dense)])
@@ -139,7 +147,7 @@ def _equations(eqn: jex.JaxprEqn, makers: _Makers) -> list[jex.JaxprEqn]:
         sums = iter(split(psum(joined(whole), REPLICA_AXIS), whole) if whole else [])
         totals = map(_Lookup.total, tables, _gathered(ids), _gathered(rows), [dim] * len(tables))
         results = [next(sums) if lookup is None else next(totals) for lookup in lookups]
-        return joined(results) if is_joined else results[0]
+        return joined(results) if is_joined else results[0].reshape(shape_of(summed).shape)
 
     inputs = [*dense, *(v for lookup in tables for v in (lookup.ids, lookup.rows))]
     return equations_of(total, inputs, eqn.outvars, eqn.source_info)
