@@ -9,6 +9,16 @@ from phalanx._src.kernels import optimization
 from phalanx._src.kernels.platforms import compiled_for
 
 _LEVEL = "xla_backend_optimization_level"
+_OFF = "jax_disable_most_optimizations"
+
+
+@pytest.fixture(autouse=True)
+def optimized():
+    """JAX with optimizations. The tests turn them off, except in `make test-all`."""
+    before = jax.config.read(_OFF)
+    jax.config.update(_OFF, False)
+    yield
+    jax.config.update(_OFF, before)
 
 
 def test_only_programs_for_cpus_have_options(monkeypatch):
@@ -21,6 +31,11 @@ def test_only_programs_for_cpus_have_options(monkeypatch):
 
 def test_level_that_the_user_has_chosen_stays(monkeypatch):
     monkeypatch.setenv("XLA_FLAGS", f"--{_LEVEL}=1")
+    assert not optimization.compiler_options(jax.local_devices())
+
+
+def test_optimizations_that_the_user_has_turned_off_stay_off():
+    jax.config.update(_OFF, True)
     assert not optimization.compiler_options(jax.local_devices())
 
 
