@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable
 
 from benchmarks.report import Report
+from benchmarks.zoo import ZOO
 
 MODULES = {
     "step": "step",
@@ -73,6 +74,7 @@ def main() -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="the number of their first round (default: %(default)s)")
     parser.add_argument("--gigabytes", type=float, default=4.0, help="of the table of parameter_server_memory (4)")
+    parser.add_argument("--case", choices=list(ZOO), help="the only model of models")
     parser.add_argument("--minutes", type=float, help="of endurance (30)")
     options = parser.parse_args()
     unknown = set(options.names) - set(MODULES)
@@ -81,6 +83,7 @@ def main() -> None:
     rounds = {} if options.rounds is None else {"rounds": options.rounds}
     drawn = {"seed": options.seed} | rounds
     arguments = {
+        "models": {"case": options.case},
         "restarts": drawn,
         "kills": drawn,
         "sharded_kills": drawn,

@@ -32,8 +32,8 @@ _TOLERANCE = 0.05
 normalize the global batch."""
 
 
-def run(*, quick: bool) -> Report:
-    """Measures each model, the processes of both libraries alive and only those of one at work."""
+def run(*, quick: bool, case: str | None = None) -> Report:
+    """Measures each model, or one, the processes of both libraries alive and only those of one at work."""
     report = Report(
         "models",
         "Speed of fit, two replicas, global batch 64, Adam (time of the other / time of Phalanx)",
@@ -55,15 +55,17 @@ def run(*, quick: bool) -> Report:
     theirs, ours = against_tensorflow.PEERS["fit"], against_tensorflow.OURS["fit", "Phalanx"]
     found = []
     times = (3, 1) if quick else (9, 3)
-    for case in list(ZOO)[:1] if quick else ZOO:
-        share = call_in_child("benchmarks.every_model:flops", 300, devices=_REPLICAS, case=case) / peak
-        rounds = against_tensorflow.rounds_of(python, case, theirs, ours, _REPLICAS, *times)
-        found.append(_add(report, case, "tf.distribute 2.21", rounds, share))
-        _, rounds = fit.rounds_of(case, 1, 1, 3 if quick else 9, _TOLERANCE)
-        _add(report, case, "Keras DataParallel", rounds, share)
+    for name in [case] if case else list(ZOO)[:1] if quick else ZOO:
+        share = call_in_child("benchmarks.every_model:flops", 300, devices=_REPLICAS, case=name) / peak
+        rounds = against_tensorflow.rounds_of(python, name, theirs, ours, _REPLICAS, *times)
+        found.append(_add(report, name, "tf.distribute 2.21", rounds, share))
+        _, rounds = fit.rounds_of(name, 1, 1, 3 if quick else 9, _TOLERANCE)
+        _add(report, name, "Keras DataParallel", rounds, share)
         for beside, processes in _PROCESSES.items():
-            if case not in _WITHOUT_TORCH:
-                _add(report, case, beside, _rounds_beside_torch(case, processes, *times), share)
+            if name not in _WITHOUT_TORCH:
+                _add(report, name, beside, _rounds_beside_torch(name, processes, *times), share)
+    if case:
+        return report
     median = statistics.median(found)
     target = verdict(median, at_least=_MEDIAN)
     report.add(["median", "tf.distribute 2.21", "", "", median, target, *[""] * 4], case="median", ratio=median)

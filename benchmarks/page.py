@@ -22,6 +22,8 @@ Results = Mapping[str, Any]
 
 _COMPARED = ("models", "fit", "multi_worker", "tensorflow", "step")
 _OF_RANK_0 = ("meet s", "rank 0 CPU s", "agree s", "death known s")
+_PARTIAL = re.compile(r"--(quick|case)\b")
+"""The options of runs that are not full."""
 _VERDICT = re.compile(r"(met|MISSED) \(")
 _PICTURES = {
     "bench_ratios": "Speed relative to other libraries: each point is the median of a row, 1 is equal speed",
@@ -32,7 +34,9 @@ _PICTURES = {
 def merged(kept: Results, folder: Path) -> dict[str, Any]:
     """Returns the results that are kept, with those of a folder that are from full runs instead."""
     new = {file.stem: json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))}
-    full = {name: result for name, result in new.items() if "command" in result and "--quick" not in result["command"]}
+    full = {
+        name: result for name, result in new.items() if "command" in result and not _PARTIAL.search(result["command"])
+    }
     return dict(sorted({**kept, **full}.items()))
 
 
