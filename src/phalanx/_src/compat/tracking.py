@@ -48,14 +48,24 @@ def own_variables(owner: Owner) -> list[Variable]:
 
 def automatic_name(owner: object) -> str:
     """Returns the name that Keras gives an object of this class, without the number."""
-    name: str = to_snake_case(type(owner).__name__)
+    return _automatic_name(type(owner).__name__)
+
+
+@functools.cache
+def _automatic_name(class_name: str) -> str:
+    name: str = to_snake_case(class_name)
     return name
+
+
+@functools.cache
+def _numbered(name: str) -> re.Pattern[str]:
+    return re.compile(re.escape(name) + r"(_\d+)?")
 
 
 def given_name(owner: object) -> str | None:
     """Returns the name of an object. None if it looks as if Keras had numbered it, as "dense_1": files of models contain such names."""
     name = getattr(owner, "name", None)
-    if not isinstance(name, str) or re.fullmatch(re.escape(automatic_name(owner)) + r"(_\d+)?", name):
+    if not isinstance(name, str) or _numbered(automatic_name(owner)).fullmatch(name):
         return None
     return name
 
