@@ -145,6 +145,21 @@ def test_compiled_model_contains_its_optimizer_and_metrics(tmp_path):
     status.assert_existing_objects_matched()
 
 
+@pytest.mark.parametrize("kept_bytes", [0, 1 << 20], ids=["read twice", "kept"])
+def test_arrays_may_be_read_twice(tmp_path, monkeypatch, kept_bytes):
+    """The variables keep no memory that another object could change."""
+    monkeypatch.setattr(restoration, "_KEPT_BYTES", kept_bytes)
+    saved, strategy = np.random.default_rng(0).normal(size=(3, 300, 200)), phalanx.MirroredStrategy(["cpu:0", "cpu:1"])
+    path = Checkpoint(parts=[keras.Variable(x) for x in saved]).write(tmp_path / "saved")
+    with strategy.scope():
+        variables = [keras.Variable(np.zeros_like(x)) for x in saved]
+    for _ in range(2):
+        Checkpoint(parts=variables).restore(path)
+        np.testing.assert_array_equal(variables, saved.astype("float32"))
+        strategy.run(lambda: [v.assign_add(v.value) for v in variables] and None)
+        np.testing.assert_array_equal(variables, 2 * saved.astype("float32"))
+
+
 def test_shared_variable_is_saved_once(tmp_path):
     """Two paths lead to one object in both programs, or in one of them."""
     table = layers.Embedding(3, 2)

@@ -6,6 +6,7 @@ import difflib
 import json
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,16 +15,21 @@ import keras
 from phalanx._src import compat
 from phalanx._src.checkpoint.format_1 import OldNaming
 from phalanx._src.checkpoint.names import OPEN, Holder, NamedValue, Names, Naming, is_numbered, is_owner
-from phalanx._src.checkpoint.objects import REPLICAS, Part, StatePart, kind_of_optimizer, part_of
+from phalanx._src.checkpoint.objects import REPLICAS, Part, StatePart, VariablePart, kind_of_optimizer, part_of
 from phalanx._src.checkpoint.slots import StoredSlots
 from phalanx._src.checkpoint.store import CheckpointFile
 from phalanx._src.compat import Variable
 from phalanx._src.programs.identity import IdentityMap
 from phalanx._src.programs.interrupts import deferred
 from phalanx.errors import CheckpointMismatchError, InputError, PhalanxError
+from phalanx.typing import PyTree
 
 _LORA = "lora_"
 """The names with which Keras's weights begin that are added to a trained layer."""
+
+
+_KEPT_BYTES = 256 << 20
+"""The size of checkpoints whose plans keep the arrays."""
 
 
 class _Match(NamedTuple):
@@ -33,6 +39,8 @@ class _Match(NamedTuple):
     path: str
     names: set[str]
     replace: Callable[[Any], None] | None
+    value: PyTree = None
+    """What the plan has read, if it is small. None if it is read again."""
 
 
 class _LeftOut:
@@ -139,9 +147,7 @@ class Restoration:
             try:
                 names = part.find(path, self.stored)
                 if names:
-                    # Checks the values. `_put` reads them again, because all arrays together would take the memory of a second model.
-                    part.read(path, self.stored)
-                    matches.append(_Match(part, path, names, entry.replace))
+                    matches.append(_Match(part, path, names, entry.replace, self._checked_value(part, path, names)))
                 else:
                     whole = _folders([path]) & self._contents
                     problems += [f"{folder} has arrays in this program, and none in the checkpoint" for folder in whole]
@@ -162,6 +168,16 @@ class Restoration:
         if differences := list(dict.fromkeys(filter(None, problems))):
             raise _refuse(self.stored.file, differences)
         return matches
+
+    def _checked_value(self, part: Part, path: str, names: AbstractSet[str]) -> PyTree:
+        """Reads a value, to check it. Returns None if `_put` has to read it again.
+
+        All arrays of a large checkpoint together would take the memory of a second model.
+        """
+        value = part.read(path, self.stored)
+        # What does not come from the file depends on what is restored before it.
+        is_kept = isinstance(part, VariablePart) and names <= self.stored.names and self.stored.num_bytes <= _KEPT_BYTES
+        return value if is_kept else None
 
     def _below_strangers(self, holders: dict[str, dict[int, Any]]) -> list[NamedValue]:
         """Returns the values below those objects of some places that the checkpoint does not have."""
@@ -281,8 +297,8 @@ class Restoration:
             self._is_busy = False
 
     def _put(self, match: _Match) -> None:
-        part, path, names, replace = match
-        value = part.read(path, self.stored)
+        part, path, names, replace, value = match
+        value = part.read(path, self.stored) if value is None else value
         try:
             is_done, value = part.put(value)
         except InputError as e:  # The position of an iterator over other data.

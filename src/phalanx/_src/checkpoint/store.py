@@ -11,8 +11,10 @@ Each array has a sum in the notes, and all that comes before the arrays has one 
 
 import contextlib
 import errno
+import functools
 import itertools
 import json
+import math
 import os
 import shutil
 import struct
@@ -278,6 +280,12 @@ class CheckpointFile:
         if dtype is not None:
             return entry.shape[:-1], np.dtype(dtype)
         return entry.shape, np.dtype(DTYPES[entry.code])
+
+    @functools.cached_property
+    def num_bytes(self) -> int:
+        """The size of all arrays."""
+        whole = sum(entry.end - entry.begin for entry in self._tensors.entries.values())
+        return whole + sum(math.prod(x.shape) * np.dtype(x.dtype).itemsize for x in self._divisions.values())
 
     def array(self, name: str) -> np.ndarray:
         """Reads an array.

@@ -16,6 +16,7 @@ import numpy as np
 
 from phalanx._src.checkpoint.remote import is_remote, read_into, status_of
 from phalanx._src.cluster.untrusted import open_data, parse_json
+from phalanx._src.mesh.arrays import empty
 
 DTYPES = {
     "BOOL": "bool",
@@ -120,7 +121,7 @@ class Tensors:
           OSError: the file cannot be read.
         """
         entry = self.entries[name]
-        return self._read(np.empty(entry.shape, DTYPES[entry.code]), entry.begin)
+        return self._read(empty(entry.shape, DTYPES[entry.code]), entry.begin)
 
     def _read(self, array: np.ndarray, begin: int) -> np.ndarray:
         """Fills an array with bytes of the file."""

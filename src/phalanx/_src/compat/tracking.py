@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
+import jax
 import keras
 from keras import Variable
 from keras.src.models.functional import Functional
@@ -257,7 +258,10 @@ BaseOptimizer.__init_subclass__ = classmethod(_hear_builds_of_subclass)
 
 
 def set_first_value(variable: Variable, value: Any) -> bool:
-    """Sets the value that a variable begins with, or assigns it. Returns False if a step is traced that has already read it."""
+    """Sets the value that a variable begins with, or assigns it. Returns False if a step is traced that has already read it.
+
+    No other code may have the array.
+    """
     if is_new(variable):
         variable._initializer = FirstValue(lambda: value)
         return True
@@ -265,5 +269,8 @@ def set_first_value(variable: Variable, value: Any) -> bool:
         return False
     layout = layout_of(variable)
     placed = put_small(value, layout) if layout is not None else None
+    if placed is None and isinstance(layout, jax.sharding.Sharding) and layout.is_fully_addressable:
+        # `assign` would copy the array, in case other code changes it.
+        placed = jax.device_put(value, layout)
     variable.assign(value if placed is None else placed)
     return True
