@@ -177,6 +177,16 @@ def test_gradients_of_many_rows_are_whole(shape, count):
         pytest.param(lambda ids: jnp.zeros((_ROWS, 32)).at[ids].max(1.0), id="maximum"),
         pytest.param(lambda ids: jnp.zeros((_ROWS, 32)).at[ids].add(1.0).ravel(), id="reshaped rows"),
         pytest.param(lambda ids: jnp.zeros((_ROWS, 32)).at[ids.astype("uint16")].add(1.0), id="unsigned ids"),
+        pytest.param(lambda ids: jnp.concatenate([jnp.zeros((_ROWS, 32)).at[ids].add(1.0)] * 2), id="rows of two"),
+        pytest.param(
+            lambda ids: jnp.concatenate([jnp.zeros((_ROWS, 32)).at[ids].add(1.0)] * 2, 1), id="columns of two"
+        ),
+        pytest.param(
+            lambda ids: jnp.concatenate(
+                [jnp.zeros((_ROWS, 32)).at[x].add(1.0).ravel() for x in (ids, ids.astype("uint16"))] + [jnp.ones(5)]
+            ),
+            id="flat ones together",
+        ),
     ],
 )
 def test_sums_of_what_users_scatter(scattered):
@@ -197,13 +207,13 @@ def test_shards_of_what_users_reshape():
 
     def total(ids):
         counts = jnp.zeros((_ROWS, 32)).at[ids].add(jnp.arange(32.0))
-        arrays = [counts, counts.reshape(-1, 4)]
+        arrays = [counts, counts.reshape(-1, 4), jnp.concatenate([counts.ravel()[:0], counts.ravel()])]
         parts = [lax.psum_scatter(x, phalanx.REPLICA_AXIS, scatter_dimension=0, tiled=True) for x in arrays]
-        return parts[0].ravel() - parts[1].ravel() + table[ids].sum()
+        return [parts[0].ravel() - part.ravel() + table[ids].sum() for part in parts[1:]]
 
     (batch,) = strategy.experimental_distribute_dataset([ids])
-    for part in strategy.experimental_local_results(strategy.run(total, args=(batch,))):
-        assert not part.any()
+    for result in strategy.run(total, args=(batch,)):
+        assert not any(part.any() for part in strategy.experimental_local_results(result))
 
 
 def test_fit_trains_a_table_as_one_device():

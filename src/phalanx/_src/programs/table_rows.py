@@ -128,9 +128,9 @@ def _equations(eqn: jex.JaxprEqn, makers: _Makers) -> list[jex.JaxprEqn]:
     """
     if not is_sum(eqn):
         return [eqn]
-    # Between processes, the gradients of all variables travel in one array.
-    source = _maker(eqn.invars[0], makers)
-    is_joined = source is not None and source.primitive.name == "concatenate"
+    # Between processes, the gradients of all variables travel in one flat array.
+    source, whole_shape = _maker(eqn.invars[0], makers), shape_of(eqn.invars[0]).shape
+    is_joined = source is not None and source.primitive.name == "concatenate" and len(whole_shape) == 1
     parts = source.invars if source is not None and is_joined else eqn.invars
     lookups = [_lookup(part, makers) for part in parts]
     tables = [lookup for lookup in lookups if lookup is not None]
@@ -138,8 +138,8 @@ def _equations(eqn: jex.JaxprEqn, makers: _Makers) -> list[jex.JaxprEqn]:
         return [eqn]
     dense = [part for part, lookup in zip(parts, lookups, strict=True) if lookup is None]
     (summed,), dim = eqn.outvars, eqn.params.get("scatter_dimension")
-    if dim is not None and shape_of(eqn.invars[0]).shape != tables[0].shape:
-        return [eqn]  # Shards of a table that was reshaped.
+    if dim is not None and whole_shape != tables[0].shape:
+        return [eqn]  # Shards of a table that was reshaped, or of several.
 
     def total(*arrays: jax.Array) -> jax.Array:
         whole = list(arrays[: len(dense)])
@@ -154,7 +154,7 @@ def _equations(eqn: jex.JaxprEqn, makers: _Makers) -> list[jex.JaxprEqn]:
 
 
 def _gathered(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns arrays of one dtype, each concatenated over the replicas along its first dim. They travel in one array."""
+    """Returns arrays, each concatenated over the replicas along its first dim. They travel in one array."""
     of_replicas: jax.Array = lax.all_gather(joined(list(arrays)), REPLICA_AXIS)
     parts = zip(*(split(each, list(arrays)) for each in of_replicas), strict=True)
     return [jnp.concatenate(part) for part in parts]
