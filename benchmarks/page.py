@@ -97,13 +97,11 @@ def _row(cells: Iterable[str]) -> str:
 
 def ratios_of(results: Results) -> list[tuple[str, float]]:
     """Returns the benchmark and the ratio of each row that compares Phalanx with another library."""
-    return [
-        (name, measured["ratio"])
-        for name in _COMPARED
-        if name in results
-        for measured in results[name]["measurements"]
-        if "ratio" in measured
-    ]
+    compared = [(name, row) for name in _COMPARED if name in results for row in results[name]["measurements"]]
+    # Lower is better for first steps. Several processes have one ratio per kind of loop.
+    compared = [(name, row) for name, row in compared if not row.get("first_step")]
+    ratios = [(name, row.get("ratio") or row.get("ratios", {}).get("loop")) for name, row in compared]
+    return [(name, ratio) for name, ratio in ratios if ratio is not None]
 
 
 def times_of_ranks(results: Results) -> dict[str, list[tuple[int, float]]]:
@@ -125,6 +123,8 @@ def draw(results: Results, folder: Path) -> list[str]:
         axes.scatter([ratio for _, ratio in points], [name for name, _ in points], alpha=0.6)
         axes.axvline(1.0, color="gray", linewidth=1)
         axes.set(xscale="log", xlabel="time of the other / time of Phalanx")
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.xaxis.set_minor_formatter("{x:g}")
     if lines := times_of_ranks(results):
         pictures["bench_ranks"] = figure = Figure((8, 3), layout="tight")
         axes = figure.subplots()

@@ -28,8 +28,9 @@ def results(tmp_path, monkeypatch):
 
 
 def test_last_full_run_counts(results, monkeypatch):
-    """A quick run does not replace a full one, and a benchmark that did not run again keeps its result."""
-    for name, options in {"step": [], "fit": ["--quick"], "kills": ["--rounds", "9"]}.items():
+    """A quick run, or one of a single case, does not replace a full one. A benchmark that did not run again keeps its result."""
+    runs = {"step": [], "fit": ["--quick"], "scale": ["--case", "LSTM"], "kills": ["--rounds", "9"]}
+    for name, options in runs.items():
         monkeypatch.setattr("sys.argv", ["benchmarks", "step", "fit", *options])
         report.Report(name, f"New {name}", ("ratio",)).add([1.5], ratio=1.5)
     (results / "old.json").write_text(json.dumps({"name": "of an earlier version"}))
@@ -66,7 +67,9 @@ def test_points_of_the_pictures():
     """The median of each row that compares Phalanx with another library, and the times of the first process."""
     columns = ["processes", "meet s", "rank 0 CPU s", "agree s", "death known s"]
     scale = result("scale", columns=columns, rows=[["8", "0.1", "0.2", "0.3", "0.4"], ["64", "1", "2", "3", "4"]])
-    found = {"step": result("step"), "scale": scale, "kills": result("kills")}
-    assert page.ratios_of(found) == [("step", 2.0), ("step", 0.5)]
+    workers = result("multi_worker", measurements=[{"ratios": {"loop": 0.9, "fit": 0.8}}])
+    fit = result("fit", measurements=[{"ratio": 1.5}, {"ratio": 0.7, "first_step": True}])
+    found = {"step": result("step"), "scale": scale, "kills": result("kills"), "multi_worker": workers, "fit": fit}
+    assert page.ratios_of(found) == [("fit", 1.5), ("multi_worker", 0.9), ("step", 2.0), ("step", 0.5)]
     assert page.times_of_ranks(found)["agree s"] == [(8, 0.3), (64, 3.0)]
     assert (page.ratios_of({}), page.times_of_ranks({})) == ([], {})
