@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host's time for one step, by the number of variables, beside `jax.jit` on a list of as many arrays.
+"""The host's time for one step, by the number of variables, compared with `jax.jit` on a list of as many arrays.
 
 In a loop that does not wait for its steps, the time of `jax.jit` depends on what Python does between two calls: XLA's threads fall asleep
 if it takes longer than a step. So the loop of `jax.jit` is also measured with about as much Python as `run` is.

@@ -59,7 +59,7 @@ def _mapped(fn, topology):
         pytest.param(_independent, _LARGE, (3, 1), id="small ones and a large one"),
         pytest.param(_dependent, 8, (3, 2), id="one that waits for another"),
         pytest.param(_of_two_dtypes, 8, (4, 2), id="two dtypes"),
-        pytest.param(_others, 8, (2, 1), id="beside other exchanges"),
+        pytest.param(_others, 8, (2, 1), id="next to other exchanges"),
         pytest.param(_of_large_arrays, _LARGE, (5, 3), id="large ones"),
     ],
 )

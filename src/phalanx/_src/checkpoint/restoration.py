@@ -40,7 +40,7 @@ class _Match(NamedTuple):
     names: set[str]
     replace: Callable[[Any], None] | None
     value: PyTree = None
-    """What the plan has read, if it is small. None if it is read again."""
+    """The arrays, if the plan keeps them. None if they are read again."""
 
 
 class _LeftOut:

@@ -23,15 +23,16 @@ _BODIES = {"cond", "scan", "while"}
 
 def are_of_interest(jaxpr: jex.Jaxpr) -> bool:
     """Whether a trace has convolutions, and loops or branches."""
-    names = set(_names(jaxpr))
+    names = {eqn.primitive.name for eqn in all_equations(jaxpr)}
     return _CONVOLUTION in names and bool(names & _BODIES)
 
 
-def _names(jaxpr: jex.Jaxpr) -> Iterator[str]:
+def all_equations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
+    """Yields the equations of a trace, and those of the traces inside it."""
     for eqn in jaxpr.eqns:
-        yield eqn.primitive.name
+        yield eqn
         for inner in jex.jaxprs_in_params(eqn.params):
-            yield from _names(inner)
+            yield from all_equations(inner)
 
 
 def with_fast_convolutions(fn: Callable[..., T], *args: Any) -> T:

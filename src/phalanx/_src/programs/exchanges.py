@@ -33,8 +33,10 @@ def run(discovery: Discovery, strategy: AbstractStrategy, values: Sequence[Any],
       *args: arguments of the function.
     """
     flat = discovery.flat(values, [], *args)
-    looks_up = table_rows.are_of_interest(discovery, strategy.topology)
-    joins_sums = _may_join_sums(discovery, strategy)
+    # In an elastic group, weights became NaN after a loss with joined sums (tests/cluster/test_elastic_shards.py on a busy machine).
+    may_change = not membership.is_elastic()
+    looks_up = may_change and table_rows.are_of_interest(discovery, strategy.topology)
+    joins_sums = may_change and _may_join_sums(discovery, strategy)
     if not (looks_up or joins_sums) or any(map(gathering.is_later, flat)):
         return gathering.run(discovery, values, *args)
     closed = discovery.without_tapes(*flat)
@@ -45,10 +47,9 @@ def run(discovery: Discovery, strategy: AbstractStrategy, values: Sequence[Any],
 
 def _may_join_sums(discovery: Discovery, strategy: AbstractStrategy) -> bool:
     topology, options = strategy.topology, strategy.communication_options
-    # On GPUs and TPUs, XLA joins messages itself. With a model axis, gradients would have to be gathered before they are joined.
-    are_slow = topology.num_workers > 1 and not topology.axes and platforms.are_cpus(topology.devices)
-    # Sharded variables of an elastic group became NaN after a loss (tests/cluster/test_elastic_shards.py, on a busy machine).
-    are_slow = are_slow and topology.layout is None and not membership.is_elastic()
+    # On GPUs and TPUs, XLA joins messages itself. With a layout or a model axis, gradients may be in shards.
+    is_whole = topology.layout is None and not topology.axes
+    are_slow = topology.num_workers > 1 and is_whole and platforms.are_cpus(topology.devices)
     # Users choose messages of some size. An exchange that moves would change the order in which callbacks run.
     if not are_slow or options is not None and options.bytes_per_pack or discovery.has_callback:
         return False

@@ -8,7 +8,7 @@ Source: tf.IndexedSlices, which tf.distribute gathers likewise.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple, TypeAlias
 
 import jax
@@ -19,7 +19,7 @@ from jax.extend import core as jex
 
 from phalanx._src.collectives.primitives import joined, split
 from phalanx._src.kernels import platforms
-from phalanx._src.kernels.bodies import equations_of
+from phalanx._src.kernels.bodies import all_equations, equations_of
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.tracing.discovery import Discovery
@@ -45,7 +45,7 @@ def are_of_interest(discovery: Discovery, topology: Topology) -> bool:
     # Along a model axis, XLA divides a table and its gradient.
     if topology.num_replicas == 1 or topology.axes or not platforms.are_cpus(topology.devices):
         return False
-    lookups = (eqn for eqn in _all_equations(discovery.jaxpr.jaxpr) if eqn.primitive.name == "gather")
+    lookups = (eqn for eqn in all_equations(discovery.jaxpr.jaxpr) if eqn.primitive.name == "gather")
     return any(_are_few(eqn.outvars[0], eqn.invars[0], topology.num_replicas) for eqn in lookups)
 
 
@@ -69,13 +69,6 @@ def shape_of(atom: _Atom) -> jax.ShapeDtypeStruct:
     """Returns the shape and dtype of a value of a trace."""
     aval: PyTree = atom.aval
     return shape_dtype(aval.shape, aval.dtype)
-
-
-def _all_equations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jex.jaxprs_in_params(eqn.params):
-            yield from _all_equations(inner)
 
 
 def _are_few(rows: _Atom, table: _Atom, num_replicas: int) -> bool:
@@ -161,7 +154,7 @@ def _gathered(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _lookup(atom: _Atom, makers: _Makers) -> _Lookup | None:
-    """Returns the lookup of which a value, or what it was reshaped from, is the gradient. None if there is no such lookup."""
+    """Returns the lookup whose gradient a value is, perhaps in another shape. None if there is no such lookup."""
     eqn = _maker(atom, makers)
     if eqn is None:
         return None
@@ -181,7 +174,7 @@ def _lookup(atom: _Atom, makers: _Makers) -> _Lookup | None:
 
 
 def _of_scatter(eqn: jex.JaxprEqn, makers: _Makers) -> _Lookup | None:
-    """Returns the lookup of which a scatter computes the gradient, if it adds few rows to zeros."""
+    """Returns the lookup whose gradient a scatter computes, if it adds few rows to zeros."""
     base, ids, rows = eqn.invars
     zeros = _maker(base, makers)
     if zeros is None or zeros.primitive.name != "broadcast_in_dim" or not isinstance(zeros.invars[0], jex.Literal):
