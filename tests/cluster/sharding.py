@@ -1,6 +1,7 @@
 """What a worker can be told to do with variables that no process holds whole."""
 
 import os
+import re
 import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
@@ -236,3 +237,28 @@ def first_values_differ(strategy: phalanx.Strategy) -> str:
     with sharded.scope():
         variable = keras.Variable(keras.initializers.RandomNormal(), shape=(4, 4), dtype="float32")
     return _text_of(lambda: sharded.run(lambda: variable.value.sum()))
+
+
+def refuse_eager_steps(strategy: phalanx.Strategy) -> str:
+    """A step that is executed operation by operation."""
+    trained = Trained(_sharded(strategy, 1), 1)
+    trained.model.run_eagerly = True
+    return _text_of(lambda: trained.model.fit(X, Y, verbose=0))
+
+
+def exchanges_of_step(strategy: phalanx.Strategy) -> list[str]:
+    """The exchanges in the program of a step that sums shards of a gradient, and a small gradient."""
+    sharded = type(strategy)(layout=phalanx.fully_sharded(min_size=9))
+    with sharded.scope():
+        variables = [keras.Variable(np.ones((6, 4), "float32")), keras.Variable(np.ones(4, "float32"))]
+        optimizer = keras.optimizers.SGD()
+        optimizer.build(variables)
+
+    def train(x: jax.Array) -> None:
+        with phalanx.GradientTape() as tape:
+            loss = keras.ops.sum((x @ variables[0] + variables[1]) ** 2)
+        optimizer.apply(tape.gradient(loss, variables), variables)
+
+    (batch,) = sharded.experimental_distribute_dataset([X[:12]])
+    text = phalanx.function(lambda x: sharded.run(train, args=(x,))).lower(batch).as_text()
+    return sorted(set(re.findall(r"stablehlo\.(all_reduce|reduce_scatter|all_to_all)", text)))

@@ -20,12 +20,14 @@ from evaluation import ROWS, Evaluation, X, Y
 # They are found here, by their names.
 from sharding import (  # noqa: F401
     bytes_of_large_model,
+    exchanges_of_step,
     first_values_differ,
     load_shards,
     load_whole,
     move_arrays,
     move_to_neighbour,
     read_alone,
+    refuse_eager_steps,
     refuse_what_reads_alone,
     restore_before_slots,
     save_in_all,

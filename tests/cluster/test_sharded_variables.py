@@ -127,6 +127,20 @@ def test_writers_of_one_process_are_refused(cluster_of, tmp_path):
         assert "HINT: phalanx.keras.ModelCheckpoint(folder)" in reply
 
 
+def test_eager_steps_are_refused(cluster_of):
+    """Outside of a program, no process can read a variable of which it has a part."""
+    for reply in cluster_of(2, 1).call("refuse_eager_steps"):
+        assert reply.startswith(
+            "InvalidArgumentError: RunOptions(eager=True), or run_eagerly=True in Keras: no process has"
+        )
+        assert "HINT: phalanx.OneDeviceStrategy(...) to debug a step" in reply
+
+
+def test_processes_sum_without_the_reduce_scatter_of_gloo(cluster_of):
+    """It is wrong for three processes, and slower than other exchanges for two."""
+    assert cluster_of(2, 1).call("exchanges_of_step") == [["all_to_all"]] * 2
+
+
 def test_different_first_values_of_one_shard(cluster_of):
     """They are found before the first step."""
     found = (

@@ -13,6 +13,7 @@ from tests.draws import draws
 
 import phalanx
 from phalanx._src.kernels import bodies, platforms
+from phalanx._src.kernels.rewriting import rewritten
 
 ORDERS = ("N{}C", "{}IO", "N{}C"), ("NC{}", "OI{}", "NC{}"), ("C{}N", "I{}O", "N{}C")
 
@@ -61,7 +62,7 @@ def test_gradients_are_those_of_plain_jax(case):
         return jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)(*args)
 
     expected = jax.jit(mapped)(True, *arrays)
-    results = jax.jit(lambda *args: bodies.with_fast_convolutions(mapped, *args))(True, *arrays)
+    results = jax.jit(lambda *args: rewritten(mapped, [bodies.in_fast_order], *args))(True, *arrays)
     for a, b in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-4)
 

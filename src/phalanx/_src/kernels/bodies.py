@@ -6,70 +6,28 @@ gradients, but "top-level convolutions" only (xla/service/cpu/conv_canonicalizat
 which take up to 20 times as long.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax import lax
 from jax.extend import core as jex
 
-from phalanx._src.typed_jax import shape_dtype
-
-T = TypeVar("T")
+from phalanx._src.kernels.rewriting import BODIES, all_equations, equations_of
 
 _CONVOLUTION = "conv_general_dilated"
-_BODIES = {"cond", "scan", "while"}
 
 
 def are_of_interest(jaxpr: jex.Jaxpr) -> bool:
     """Whether a trace has convolutions, and loops or branches."""
     names = {eqn.primitive.name for eqn in all_equations(jaxpr)}
-    return _CONVOLUTION in names and bool(names & _BODIES)
+    return _CONVOLUTION in names and bool(names & BODIES)
 
 
-def all_equations(jaxpr: jex.Jaxpr) -> Iterator[jex.JaxprEqn]:
-    """Yields the equations of a trace, and those of the traces inside it."""
-    for eqn in jaxpr.eqns:
-        yield eqn
-        for inner in jex.jaxprs_in_params(eqn.params):
-            yield from all_equations(inner)
-
-
-def with_fast_convolutions(fn: Callable[..., T], *args: Any) -> T:
-    """Calls a function while it is traced, with convolutions in loops and branches in the order of dims that is fast on CPUs."""
-    closed, result = jax.make_jaxpr(fn, return_shape=True)(*args)
-    rewritten = _rewritten(closed, is_body=False)
-    tree: Any = jax.tree.structure(result)
-    outputs: T = tree.unflatten(jex.jaxpr_as_fun(rewritten)(*jax.tree.leaves(args)))
-    return outputs
-
-
-def _rewritten(value: Any, *, is_body: bool) -> Any:
-    """Returns a parameter of an operation, in whose traces convolutions of bodies are rewritten.
-
-    Args:
-      value: the parameter.
-      is_body: whether it belongs to a loop or branch, or to something inside one.
-    """
-    # First, because both are one class since JAX 0.12.
-    if isinstance(value, jex.Jaxpr):
-        jaxpr: Any = value
-        return jaxpr.replace(eqns=[new for eqn in value.eqns for new in _equations(eqn, is_body=is_body)])
-    if isinstance(value, jex.ClosedJaxpr):
-        return jex.ClosedJaxpr(_rewritten(value.jaxpr, is_body=is_body), value.consts)
-    if type(value) is tuple:  # Not a namedtuple such as ConvDimensionNumbers, whose fields JAX reads.
-        return tuple(_rewritten(each, is_body=is_body) for each in value)
-    return value
-
-
-def _equations(eqn: jex.JaxprEqn, *, is_body: bool) -> list[jex.JaxprEqn]:
-    """Returns the equations that stand for one."""
-    if eqn.primitive.name == _CONVOLUTION:
-        return _transposed(eqn) if is_body and not _is_fast(eqn.params["dimension_numbers"]) else [eqn]
-    # jit and shard_map are not bodies: XLA inlines them, so that their convolutions are at the top level.
-    is_body = is_body or eqn.primitive.name in _BODIES
-    params = {name: _rewritten(value, is_body=is_body) for name, value in eqn.params.items()}
-    return [eqn.replace(params=params)]
+def in_fast_order(eqn: jex.JaxprEqn, *, is_body: bool) -> list[jex.JaxprEqn] | None:
+    """The rule that writes a convolution in a loop or branch in the order of dims that is fast on CPUs."""
+    is_slow = is_body and eqn.primitive.name == _CONVOLUTION and not _is_fast(eqn.params["dimension_numbers"])
+    return _transposed(eqn) if is_slow else None
 
 
 def _is_fast(numbers: lax.ConvDimensionNumbers) -> bool:
@@ -98,30 +56,6 @@ def _transposed(eqn: jex.JaxprEqn) -> list[jex.JaxprEqn]:
         return result.transpose([order.index(dim) for dim in range(rank)])
 
     return equations_of(convolve, eqn.invars, eqn.outvars, eqn.source_info)
-
-
-def equations_of(
-    fn: Callable[..., Any], inputs: Sequence[Any], outputs: Sequence[jex.Var], source_info: object
-) -> list[jex.JaxprEqn]:
-    """Returns the equations of a function, to replace others of a trace.
-
-    Args:
-      fn: the function. It has no arrays as constants.
-      inputs: what its arguments are in the trace: variables and literals.
-      outputs: the variables of its results.
-      source_info: the line of the user that profiles name, as an equation has it.
-    """
-    avals: list[Any] = [v.aval for v in inputs]
-    inner = jax.make_jaxpr(fn)(*(shape_dtype(aval.shape, aval.dtype) for aval in avals)).jaxpr
-    outer = dict(zip([*inner.invars, *inner.outvars], [*inputs, *outputs], strict=True))
-    return [
-        each.replace(
-            invars=[outer.get(v, v) if isinstance(v, jex.Var) else v for v in each.invars],  # Literals have no hash.
-            outvars=[outer.get(v, v) for v in each.outvars],
-            source_info=source_info,
-        )
-        for each in inner.eqns
-    ]
 
 
 def _last(dims: Sequence[int]) -> tuple[int, ...]:

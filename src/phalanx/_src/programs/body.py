@@ -11,6 +11,9 @@ import keras
 from jax.sharding import NamedSharding
 
 from phalanx._src.kernels import bodies, platforms
+from phalanx._src.kernels.rewriting import Rule, rewritten
+from phalanx._src.kernels.sums import by_all_to_all
+from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.programs.state import Group, State
 from phalanx._src.programs.trace import execute_program, trace_program
@@ -86,9 +89,15 @@ class Body:
         )
         discovery = self._taken_trace(inputs).taking(closed_over)
         run = discovery.evaluate
+        is_for_cpus = platforms.are_cpus(self.devices)
         # In loops and branches, XLA's convolutions for CPUs are plain loops: 361 ms instead of 21 for the gradients of a short batch.
-        if platforms.are_cpus(self.devices) and bodies.are_of_interest(discovery.jaxpr.jaxpr):
-            run = functools.partial(bodies.with_fast_convolutions, run)
+        rules: list[Rule] = []
+        if is_for_cpus and bodies.are_of_interest(discovery.jaxpr.jaxpr):
+            rules.append(bodies.in_fast_order)
+        if is_for_cpus and self.topology.num_workers > 1:
+            rules.append(by_all_to_all(REPLICA_AXIS, self.topology.num_replicas, is_whole=not self.topology.axes))
+        if rules:
+            run = functools.partial(rewritten, run, rules)
         outputs = run([*values, *batches], parts, inputs)
         values = outputs.values
         if self._homes:

@@ -7,10 +7,9 @@ from typing import Any
 import jax
 from jax.extend import core as jex
 
-from phalanx._src.cluster.watch import membership
 from phalanx._src.collectives.primitives import joined, split
 from phalanx._src.kernels import platforms
-from phalanx._src.kernels.bodies import equations_of
+from phalanx._src.kernels.rewriting import equations_of
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.programs import gathering, table_rows
 from phalanx._src.programs.stages import divided
@@ -33,10 +32,8 @@ def run(discovery: Discovery, strategy: AbstractStrategy, values: Sequence[Any],
       *args: arguments of the function.
     """
     flat = discovery.flat(values, [], *args)
-    # In an elastic group, weights became NaN after a loss with joined sums (tests/cluster/test_elastic_shards.py on a busy machine).
-    may_change = not membership.is_elastic()
-    looks_up = may_change and table_rows.are_of_interest(discovery, strategy.topology)
-    joins_sums = may_change and _may_join_sums(discovery, strategy)
+    looks_up = table_rows.are_of_interest(discovery, strategy.topology)
+    joins_sums = _may_join_sums(discovery, strategy)
     if not (looks_up or joins_sums) or any(map(gathering.is_later, flat)):
         return gathering.run(discovery, values, *args)
     closed = discovery.without_tapes(*flat)
@@ -47,8 +44,8 @@ def run(discovery: Discovery, strategy: AbstractStrategy, values: Sequence[Any],
 
 def _may_join_sums(discovery: Discovery, strategy: AbstractStrategy) -> bool:
     topology, options = strategy.topology, strategy.communication_options
-    # On GPUs and TPUs, XLA joins messages itself. With a layout or a model axis, gradients may be in shards.
-    is_whole = topology.layout is None and not topology.axes
+    # On GPUs and TPUs, XLA joins messages itself. Along a model axis, it may divide gradients.
+    is_whole = not topology.axes
     are_slow = topology.num_workers > 1 and is_whole and platforms.are_cpus(topology.devices)
     # Users choose messages of some size. An exchange that moves would change the order in which callbacks run.
     if not are_slow or options is not None and options.bytes_per_pack or discovery.has_callback:

@@ -19,7 +19,7 @@ from jax.extend import core as jex
 
 from phalanx._src.collectives.primitives import joined, split
 from phalanx._src.kernels import platforms
-from phalanx._src.kernels.bodies import all_equations, equations_of
+from phalanx._src.kernels.rewriting import all_equations, equations_of
 from phalanx._src.mesh.layout import REPLICA_AXIS
 from phalanx._src.mesh.topology import Topology
 from phalanx._src.tracing.discovery import Discovery

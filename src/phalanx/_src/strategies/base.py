@@ -196,11 +196,13 @@ class Strategy(AbstractInputs, AbstractResults):
         def program(*args: PyTree, **kwargs: PyTree) -> PyTree:
             return trace_run(self, fn, args, kwargs)
 
-        # JAX 0.10.2 cannot execute a `shard_map` over a mesh with automatic axes operation by operation.
-        if options.eager and self.topology.axes:
+        # JAX 0.10.2 cannot execute a `shard_map` over a mesh with automatic axes operation by operation, nor read such shards.
+        if options.eager and (self.topology.axes or self.topology.divides_over_workers):
+            num_devices = self.topology.devices_per_replica
+            where = f"a replica has {num_devices} devices" if self.topology.axes else "no process has a whole variable"
             raise InvalidArgumentError(
                 "RunOptions(eager=True), or run_eagerly=True in Keras",
-                f"a replica has {self.topology.devices_per_replica} devices; XLA partitions only compiled programs.",
+                f"{where}; XLA partitions only compiled programs.",
                 "phalanx.OneDeviceStrategy(...) to debug a step, or jax.debug.print(...) inside the step",
             )
         # The user may call `run` outside all scopes, but the cache selects a program by the current strategy.
