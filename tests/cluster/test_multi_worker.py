@@ -131,14 +131,15 @@ def test_chiefs_first_values(cluster_of, size):
         same(values, drawn[0], rtol=0, atol=0)
 
 
+# An all-to-all sends a part to each process, its own included.
 @pytest.mark.cover(["options"], [{"wire_dtype": "bfloat16"}, {"compression": "int8"}])
 @pytest.mark.parametrize(
     ("options", "sent"),
     [
-        ({}, {"f32": [4060]}),
-        ({"bytes_per_pack": 100}, {"f32": [30, 30, 4000]}),
+        ({}, {"f32": [4060, 4060]}),
+        ({"bytes_per_pack": 100}, {"f32": [30, 30, 30, 30, 4000, 4000]}),
         ({"wire_dtype": "bfloat16"}, {"u16": [2030, 2030, 4060]}),
-        ({"compression": "int8"}, {"f32": [60], "s8": [2080, 2080, 4160]}),
+        ({"compression": "int8"}, {"f32": [60, 60], "s8": [2080, 2080, 4160]}),
     ],
     ids=["default", "bytes_per_pack", "wire_dtype", "compression"],
 )
@@ -156,7 +157,7 @@ def test_communication_options_change_only_what_is_sent(cluster_of, options, sen
 def test_metrics_travel_with_gradients_and_tables_as_rows(cluster_of):
     """A step sends the gradient of the bias with the metric, and the ids and rows of the table that were looked up."""
     got = replies(cluster_of(2, 1), "metrics_and_a_table")[0]
-    assert got["sent"] == {"f32": [16 + 2, 24 * 16], "s32": [24]}
+    assert got["sent"] == {"f32": [16 + 2, 16 + 2, 24 * 16], "s32": [24]}
     rows, bias, mean = got["values"]
     same(rows, np.zeros(6))
     same(bias, np.full(16, -24.0))
