@@ -135,6 +135,32 @@ def is_admitted(machine, service):
         return client.connect_ex((host, int(port))) == 0
 
 
+VISITED = """
+import os, socket
+from phalanx._src.runtime import coordination
+from phalanx._src.typed_jax import distributed_state, runtime
+service = runtime.get_distributed_runtime_service("ADDRESS", 1)
+client = runtime.get_distributed_runtime_client("ADDRESS", 0)
+client.connect()
+ports, visitors, admit_only = [], [], coordination.admit_only
+def come_first(port, machines):
+    ports.append(port)
+    if len(ports) <= 30:
+        visitors.append(socket.create_connection(("127.0.0.1", port)))
+    return admit_only(port, machines)
+coordination.admit_only = come_first
+kept = coordination._collectives(client, "127.0.0.1", ["127.0.0.2"])
+print(len(ports), coordination.is_visited(ports[-1]), ports[-1] in coordination.listening_ports(), flush=True)
+os._exit(0)
+"""
+
+
+def test_ports_of_gloo_that_a_stranger_has_visited_are_given_up(run_python):
+    """However often he is there first."""
+    (port,) = free_ports(1)
+    assert run_python(VISITED.replace("ADDRESS", f"127.0.0.1:{port}")).split() == ["31", "False", "True"]
+
+
 def test_private_names_exist():
     """With the parameters that Phalanx sets, and the fields that it writes."""
     assert {"client", "process_id", "num_processes", "coordinator_address"} <= set(vars(distributed.State)) | set(

@@ -37,6 +37,8 @@ _SHARE_S = 600
 """Time to wait for what another process shares, in seconds. If that one is lost, `break_off` ends the wait."""
 _KEPT_SERVICES = 2
 _ATTEMPTS = 5
+_PORTS = 200
+"""Ports of gloo to try. A stranger who looks for ports all the time is at four of five before the kernel drops his packets, if the machine is busy."""
 _APART = "--xla_disable_hlo_passes=cpu-all-reduce-combiner"
 
 
@@ -139,7 +141,7 @@ def _cpu_client(host: str, machines: Sequence[str]) -> object:
 
 def _collectives(client: object, host: str, machines: Sequence[str]) -> object:
     """Opens a port of gloo, to which nobody has connected when the kernel begins to drop the connections of strangers."""
-    for _ in range(_ATTEMPTS):
+    for _ in range(_PORTS):
         before = listening_ports()
         collectives = runtime.make_gloo_tcp_collectives(distributed_client=client, hostname=host)
         ports = listening_ports() - before
