@@ -192,7 +192,7 @@ LIMITS: dict[Callable[[Sources], list[str]], tuple[int, int]] = {
     clone_pairs: (1, 20),
     lines_with_any: (295, 300),
     missing_comments: (0, 0),
-    all_lines: (78_246, 55_500),
+    all_lines: (78_245, 55_500),
 }
 """For each count, the limit of today and the goal."""
 

@@ -26,9 +26,9 @@ def mapped(fn, count):
     return jax.shard_map(lambda x: fn(x[0])[None], mesh=topology.mesh, in_specs=axis, out_specs=axis, check_vma=False)
 
 
-def both(fn, arrays, *, is_whole=True):
-    """What a function of the array of a replica returns with the rule and without it, and its operations with the rule."""
-    plain, rule = mapped(fn, len(arrays)), by_all_to_all(REPLICA_AXIS, len(arrays), is_whole=is_whole)
+def both(fn, arrays):
+    """The results of a function with the rule and without it, and its operations with the rule."""
+    plain, rule = mapped(fn, len(arrays)), by_all_to_all(REPLICA_AXIS, len(arrays), is_whole=True)
     changed = lambda x: rewritten(plain, [rule], x)  # noqa: E731
     names = Counter(eqn.primitive.name for eqn in all_equations(jax.make_jaxpr(changed)(arrays).jaxpr))
     return np.asarray(jax.jit(changed)(arrays)), np.asarray(jax.jit(plain)(arrays)), names

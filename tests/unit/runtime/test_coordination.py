@@ -138,7 +138,7 @@ def is_admitted(machine, service):
 VISITED = """
 import os, socket
 from phalanx._src.runtime import coordination
-from phalanx._src.typed_jax import distributed_state, runtime
+from phalanx._src.typed_jax import runtime
 service = runtime.get_distributed_runtime_service("ADDRESS", 1)
 client = runtime.get_distributed_runtime_client("ADDRESS", 0)
 client.connect()

@@ -20,10 +20,10 @@ from phalanx._src.typed_jax import all_to_all
 from phalanx.typing import PyTree
 
 _ROUND_BYTES = 128 << 10
-"""What a link of 10 Gbit/s sends in 0.1 ms, which a round takes at least."""
+"""The bytes that a link of 10 Gbit/s sends in 0.1 ms. A round of messages takes at least as long."""
 
 _MOST_BYTES = 4 << 20
-"""From which size on an all-to-all gains nothing between two processes either, where both send as many bytes."""
+"""The largest sum that is faster as an all-to-all between two processes, which send as many bytes in either way."""
 
 
 def by_all_to_all(axis: str, size: int, *, is_whole: bool) -> Rule:

@@ -45,8 +45,7 @@ def run(discovery: Discovery, strategy: AbstractStrategy, values: Sequence[Any],
 def _may_join_sums(discovery: Discovery, strategy: AbstractStrategy) -> bool:
     topology, options = strategy.topology, strategy.communication_options
     # On GPUs and TPUs, XLA joins messages itself. Along a model axis, it may divide gradients.
-    is_whole = not topology.axes
-    are_slow = topology.num_workers > 1 and is_whole and platforms.are_cpus(topology.devices)
+    are_slow = topology.num_workers > 1 and not topology.axes and platforms.are_cpus(topology.devices)
     # Users choose messages of some size. An exchange that moves would change the order in which callbacks run.
     if not are_slow or options is not None and options.bytes_per_pack or discovery.has_callback:
         return False

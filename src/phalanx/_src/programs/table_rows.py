@@ -154,7 +154,7 @@ def _gathered(arrays: Sequence[jax.Array]) -> list[jax.Array]:
 
 
 def _lookup(atom: _Atom, makers: _Makers) -> _Lookup | None:
-    """Returns the lookup whose gradient a value is, perhaps in another shape. None if there is no such lookup."""
+    """Returns the lookup that a value, perhaps reshaped, is the gradient of. None if there is no such lookup."""
     eqn = _maker(atom, makers)
     if eqn is None:
         return None
